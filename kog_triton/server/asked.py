@@ -59,7 +59,9 @@ async def read_chat(
             "tool_choice needs tool calls, and none are known of this model: give --tool-call-parser",
         )
     kwargs = template_kwargs(model, body.chat_template_kwargs, body.reasoning_effort)
-    token_ids = await render(service, body.messages, tools, body.add_generation_prompt, kwargs)
+    whose = namespace + (body.cache_salt or "")
+    ends = body.add_generation_prompt
+    token_ids = await render(service, body.messages, tools, ends, kwargs, whose)
     given = body.given()
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
@@ -89,7 +91,7 @@ async def read_chat(
             None,
             tuple(token_ids),
             model.default_params(**given),
-            namespace + (body.cache_salt or ""),
+            whose,
         ),
         body.interval(service.interval),
         tools,
@@ -106,8 +108,9 @@ async def render(
     tools: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     kwargs: Mapping[str, Any],
+    whose: str | None = None,
 ) -> list[int]:
-    """A conversation's token ids, made in a thread: a long one takes a second."""
+    """A conversation's token ids, made in a thread: a long one takes a second. `whose`: see Tokenizer.encode_chat."""
     plain = [_plain(message, i) for i, message in enumerate(messages)]
     service.check_length(sum(len(m["content"]) for m in plain if isinstance(m.get("content"), str)))
     return await asyncio.to_thread(
@@ -115,6 +118,7 @@ async def render(
         plain,
         tools=list(tools) or None,
         add_generation_prompt=add_generation_prompt,
+        whose=whose,
         **kwargs,
     )
 

@@ -21,6 +21,7 @@ from kog_triton.json_file import read_json
 from kog_triton.text import chat
 from kog_triton.text.content import formatted
 from kog_triton.text.injection import Guard
+from kog_triton.text.kept_ids import KeptIds
 from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer_growth import check_growth
 
@@ -165,7 +166,11 @@ class Tokenizer:
         return self._conversation(messages, **how).render(self.named_tokens)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, **how: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        whose: str | None = None,
+        **how: Any,
     ) -> list[int]:
         """The ids of `render_chat`, in which special tokens come from the template alone.
 
@@ -176,6 +181,7 @@ class Tokenizer:
         chat_template            a template's text, instead of the checkpoint's
         content_format           "string", "openai" or "auto", as in LLM.chat (default: as it is given)
         most                     as in `encode`
+        whose                    what a conversation of this name began with before is not encoded again
 
         Others are the template's own, such as enable_thinking. RequestError for a conversation that the template
         refuses.
@@ -183,9 +189,12 @@ class Tokenizer:
         plain = self._conversation(messages, **how)
         marked = replace(plain, values=self._guard.mark(plain.values))
         text = marked.render(self.named_tokens)
-        if marked == plain and not self._guard.loose:
-            return _encode(self._backend, text, False, most)
-        return _encode(self._guard.twin, self._guard.reveal(text), False, most)
+        guarded = marked != plain or self._guard.loose
+        text = self._guard.reveal(text) if guarded else text
+        if whose is not None and most is None:
+            with _text_errors():
+                return (self._kept_twin if guarded else self._kept).encode(text, whose)
+        return _encode(self._guard.twin if guarded else self._backend, text, False, most)
 
     def apply_chat_template(
         self,
@@ -243,6 +252,14 @@ class Tokenizer:
     def _guard(self) -> Guard:
         return Guard(self._backend)
 
+    @cached_property
+    def _kept(self) -> KeptIds:
+        return KeptIds(self._backend)
+
+    @cached_property
+    def _kept_twin(self) -> KeptIds:
+        return KeptIds(self._guard.twin)
+
 
 def _encode(
     backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, most: int | None
@@ -250,11 +267,18 @@ def _encode(
     def count(beginning: str) -> int:
         return len(backend.encode(beginning, add_special_tokens=False).ids)
 
+    with _text_errors():
+        if most is not None:
+            _check_length(text, most, count)
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+@contextlib.contextmanager
+def _text_errors() -> Iterator[None]:
+    """RequestError for a text that no tokenizer takes."""
     with library_errors("tokenizer.json cannot encode this text"):
         try:
-            if most is not None:
-                _check_length(text, most, count)
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+            yield
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds a lone surrogate"

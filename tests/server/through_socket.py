@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -204,14 +204,10 @@ def engine_process(model: Path, backend: str, tokens: int) -> dict[int, list[flo
     return {int(count): rates for count, rates in found.items()}
 
 
-class Timed(NamedTuple):
-    """Of one stream, by the client's clock."""
-
-    tokens_per_s: float  # from the first token's event to the last one's
-    first_ms: float  # from the request to the first token's event
-
-
-def one_client(server: "Served", prompt: list[int], tokens: int, **fields: Any) -> Timed:
+def stream(
+    server: "Served", prompt: list[int], tokens: int, **fields: Any
+) -> tuple[int, list[tuple[int, int]]]:
+    """When it was sent, and of each event its arrival and the tokens until then; in ns of this client's clock."""
     from tests.lib.raw_stream import raw_stream
 
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, **fields}
@@ -219,9 +215,21 @@ def one_client(server: "Served", prompt: list[int], tokens: int, **fields: Any) 
     told = [
         (at, event["progress"]["completion_tokens"]) for at, event in events if event["choices"]
     ]
+    assert told[-1][1] == tokens
+    return sent, told
+
+
+def one_client(server: "Served", prompt: list[int], tokens: int, **fields: Any) -> float:
+    """tokens/s from the first token's event to the last one's."""
+    _, told = stream(server, prompt, tokens, **fields)
     (begun, first), (ended, last) = told[0], told[-1]
-    assert last == tokens
-    return Timed((last - first) / ((ended - begun) / 1e9), (begun - sent) / 1e6)
+    return (last - first) / ((ended - begun) / 1e9)
+
+
+def first_ms(server: "Served", prompt: list[int], **fields: Any) -> float:
+    """From the request to the first token's event, with text of its own or not."""
+    sent, told = stream(server, prompt, 2, stream_interval=1, **fields)
+    return (told[0][0] - sent) / 1e6
 
 
 def clients(server: "Served", count: int, tokens: int) -> list[float]:
@@ -232,7 +240,7 @@ def clients(server: "Served", count: int, tokens: int) -> list[float]:
             each = pool.map(
                 lambda ids: one_client(server, ids, tokens, ignore_eos=True), prompts(count)
             )
-            rates.append(sum(one.tokens_per_s for one in each))
+            rates.append(sum(each))
     return rates[-REPEATS:]
 
 
@@ -243,17 +251,19 @@ def integers(least: int, tokens: int) -> dict[str, Any]:
 
 
 def held_by_a_schema(server: "Served", tokens: int) -> dict[str, Any]:
-    """Free answers and held ones in turns, medians."""
+    """Free answers and held ones in turns, medians; first tokens by requests of their own, whose events tell each
+    token: a free answer may begin with a part of a character, which has no text yet."""
     prompt = prompts(1)[0]
-    found: dict[str, list[Timed]] = {"free": [], "new": [], "held": []}
+    rates: dict[str, list[float]] = {"free": [], "held": []}
+    firsts: dict[str, list[float]] = {"free": [], "new": [], "held": []}
     for i in range(WARM_UPS + REPEATS):
-        schema = integers(100 * i, tokens)
-        found["free"].append(one_client(server, prompt, tokens, ignore_eos=True))
-        found["new"].append(one_client(server, prompt, tokens, **schema))
-        found["held"].append(one_client(server, prompt, tokens, **schema))
-    kept = {name: each[-REPEATS:] for name, each in found.items()}
-    rate = {n: statistics.median(one.tokens_per_s for one in each) for n, each in kept.items()}
-    first = {n: statistics.median(one.first_ms for one in each) for n, each in kept.items()}
+        ways = {"free": {"ignore_eos": True}, "held": integers(100 * i, tokens)}
+        for name, fields in (("free", ways["free"]), ("new", ways["held"]), ("held", ways["held"])):
+            firsts[name].append(first_ms(server, prompt, **fields))
+        for name, fields in ways.items():
+            rates[name].append(one_client(server, prompt, tokens, **fields))
+    rate = {name: statistics.median(each[-REPEATS:]) for name, each in rates.items()}
+    first = {name: statistics.median(each[-REPEATS:]) for name, each in firsts.items()}
     later, later_new = (first[name] - first["free"] for name in ("held", "new"))
     return {
         "tokens_per_s": {"free": round(rate["free"], 1), "held": round(rate["held"], 1)},

@@ -32,10 +32,12 @@ def test_stages_compute_what_the_unpacked_values_say(case):
         assert_near(ours, reference, stage)
 
 
-def test_requests_take_turns_and_prompts_go_a_token_at_a_time():
-    """Though one is long enough for a pass of many tokens, which narrow weights have no kernel of."""
+@pytest.mark.parametrize("prefill", ["kernel", pytest.param("library", marks=pytest.mark.slow)])
+def test_requests_take_turns_whose_prompts_go_a_token_at_a_time_or_by_the_library(prefill):
+    """Though one is long enough for the kernel's pass of many tokens, which narrow weights have none of."""
     weights = weights_of("int4 g32")
-    backend = InterpretedBackend(weights, BackendOptions(num_slots=2, max_context=32))
+    options = BackendOptions(num_slots=2, max_context=32, prefill=prefill)
+    backend = InterpretedBackend(weights, options)
     prompts = [tuple(range(5, 5 + CHUNKS_FROM.value + 2)), (7, 9)]
     requests = [Request(i, p, GREEDY, seed=0, max_tokens=2) for i, p in enumerate(prompts)]
     mailbox = Mailbox()

@@ -288,12 +288,7 @@ class RankPrefill:
                 ends = part is parts[-1] and streams is not None
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
-            try:
-                self._exchange.begin()
-                yield from (Piece(at, work) for work in self._together(runs))
-                self._exchange.end()
-            finally:  # called off, too
-                self._exchange.clear()
+            yield from (Piece(at, work) for work in self._whole(runs))
         self._ran = True
 
     # ---- buckets ----
@@ -308,18 +303,15 @@ class RankPrefill:
     ) -> Iterator[Piece]:
         for held in self._buckets:
             held.write(ids, size)
-        try:
+        if size in self._graphs and (at_once or size <= UNCUT):
             self._exchange.begin()
-            if size in self._graphs and (at_once or size <= UNCUT):
-                for walk, graph in zip(self._passes, self._graphs[size], strict=True):
-                    with on_device(walk.device):
-                        graph.replay()
-            else:
-                runs = [held.layers_of(size) for held in self._buckets]
-                yield from (Piece(0, work) for work in self._together(runs))
+            for walk, graph in zip(self._passes, self._graphs[size], strict=True):
+                with on_device(walk.device):
+                    graph.replay()
             self._exchange.end()
-        finally:
-            self._exchange.clear()
+        else:
+            runs = [held.layers_of(size) for held in self._buckets]
+            yield from (Piece(0, work) for work in self._whole(runs))
         for rank, held in enumerate(self._buckets):
             with on_device(held.walk.device):
                 held.read(len(ids), caches[rank], None if streams is None else streams[rank])
@@ -327,11 +319,8 @@ class RankPrefill:
 
     def _pad(self, size: int) -> None:
         """A pass of whatever tokens there are, to its end."""
-        self._exchange.begin()
-        for _ in self._together([held.layers_of(size) for held in self._buckets]):
+        for _ in self._whole([held.layers_of(size) for held in self._buckets]):
             pass
-        self._exchange.end()
-        self._exchange.clear()
         self._ran = True
 
     def _capture(self, size: int) -> None:
@@ -355,6 +344,15 @@ class RankPrefill:
             graphs.append(graph)
         self._exchange.end()
         self._graphs[size] = graphs
+
+    def _whole(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+        """A pass of all ranks with what goes between them, from the first exchange to the last."""
+        try:
+            self._exchange.begin()
+            yield from self._together(runs)
+            self._exchange.end()
+        finally:  # called off, too
+            self._exchange.clear()
 
     def _together(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
         """A piece of each rank, then what all put out to all, then the next piece."""
@@ -385,7 +383,6 @@ class RankPrefill:
                 self._capture(size)
         except torch.OutOfMemoryError as error:
             self._to_capture.clear()
-            self._exchange.clear()
             log.warning(
                 "no graphs of prompts of up to %d tokens on several GPUs: %s",
                 size,

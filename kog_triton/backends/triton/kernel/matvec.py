@@ -216,8 +216,9 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     Of a tile that is `narrow`, [tile_rows].
     """
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
-    if S.stages[STAGE].is_narrow:
-        sums = sums_of_codes(w, x, S, S.stages[STAGE], LINES_AXIS)
+    T: tl.constexpr = S.stages[STAGE]
+    if T.is_narrow:
+        sums = sums_of_codes(w, x, S, T, LINES_AXIS)
     else:
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
@@ -272,8 +273,9 @@ def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.cons
 @triton.jit
 def kept(x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Words x that meet tile K, in the layout that they keep; of narrow weights a tuple (codes.py)."""
-    if S.stages[STAGE].is_narrow:
-        return parts_of(x, S, S.stages[STAGE], K)
+    T: tl.constexpr = S.stages[STAGE]  # a value of Triton's own: 3.6 takes no other as an argument
+    if T.is_narrow:
+        return parts_of(x, S, T, K)
     else:
         return pin(x, S)
 
