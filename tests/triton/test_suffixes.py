@@ -11,7 +11,8 @@ import torch
 
 from kog_triton.backends.prefill import suffixes
 from kog_triton.backends.prefill.forward import band
-from kog_triton.backends.prefill.library import LibraryPrefill
+from kog_triton.backends.prefill.graphs import Graphed
+from kog_triton.backends.prefill.library import BUCKET, SUFFIX, LibraryPrefill
 from tests.lib.prefill_cases import (
     BF16,
     CPU,
@@ -91,6 +92,10 @@ def test_a_suffix_leaves_what_the_reference_leaves_in_its_slot_alone(name, dtype
         want = expected_streams(name, dtype, end)
         assert (streams - want).norm() < TOLERANCE[dtype] * want.norm()
     assert took == [3, 8]
+    assert ours._ran == {
+        BUCKET,
+        SUFFIX,
+    }  # each compiles kernels of its own, and says so if that takes long
     assert slots[0].isnan().all() and slots[2].isnan().all()
 
 
@@ -128,9 +133,6 @@ class Graph:
 @interpreted
 def test_a_graph_serves_every_suffix_of_its_size(on_a_cpu, monkeypatch):
     """And to capture it writes into no slot, whatever ran before."""
-    from kog_triton.backends.prefill.graphs import Graphed
-    from kog_triton.backends.prefill.library import SUFFIX
-
     slots = slots_of("llama")
     ours, replayed = library_with(slots, "llama"), []
     run(ours, "llama", 0, 3, slots[0])

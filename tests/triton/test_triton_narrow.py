@@ -13,6 +13,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
+from kog_triton.schedule.triton_codes import TileCodes
 from tests.lib.narrow_stages import STAGES
 from tests.lib.triton_cases import GREEDY, InterpretedBackend
 from tests.lib.triton_narrow import CASES, assert_near, weights_of
@@ -50,3 +51,23 @@ def test_requests_take_turns_whose_prompts_go_a_token_at_a_time_or_by_the_librar
         said = [*request.prompt, *(step.token for step in steps)]
         logits = backend.forward_logits(said[:-1])
         assert logits[len(request.prompt) - 1 :].argmax(-1).tolist() == said[-2:]
+
+
+FAULTS = {
+    "codes less 7": ("zero", property(lambda codes: 7.0)),
+    "the last codes of a word as the first": (
+        "place",
+        lambda codes, number: PLACE(codes, number % 4),
+    ),
+}
+PLACE = TileCodes.place
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    weights = weights_of("int4 g32")
+    ours = InterpretedBackend(weights, BackendOptions())
+    reference = ReferenceBackend(weights, BackendOptions())
+    monkeypatch.setattr(TileCodes, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        assert_near(ours, reference, "o_proj")

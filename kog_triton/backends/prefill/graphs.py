@@ -45,13 +45,13 @@ class PassGraphs:
         self,
         empty: Callable[[], None],
         run: Callable[[Graphed], None],
-        settings: Callable[[], AbstractContextManager[None]],
+        settings: Callable[[str], AbstractContextManager[None]],
     ) -> bool:
         """Capture one more; whether there may be others.
 
         empty     has the next pass write nothing that anybody reads
         run       queues a pass
-        settings  what holds meanwhile
+        settings  what holds meanwhile, by the pass's kind
         """
         if not self._to_capture:
             return False
@@ -59,7 +59,7 @@ class PassGraphs:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         try:
-            with settings():
+            with settings(wanted.kind):
                 empty()
                 self._capture(wanted, run)
         except torch.OutOfMemoryError as error:

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.mailbox import Request
-from kog_triton.backends.prefill.forward import PrefillPass, ToHead
+from kog_triton.backends.prefill.forward import PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.suffixes import SIZES, Suffixes, reads_suffixes, size_of
@@ -178,7 +178,8 @@ class LibraryPrefill:
         sizes = {BUCKET: self._sizes[::-1], SUFFIX: SIZES if self._suffixes else ()}
         passes = [Graphed(kind, size) for kind in sizes for size in sizes[kind]]
         self._graphs = PassGraphs(device, passes)
-        self._ran = False  # a pass was queued to its end: no kernel is compiled or loaded any more
+        # Of which kinds a pass was queued to its end: no kernel of theirs is compiled or loaded any more.
+        self._ran: set[str] = set()
 
     def run(self, token_ids: Sequence[int], first: int, cache: Tensor) -> None:
         """Fill positions [first, first + n) of `cache` with the keys and values of n tokens.
@@ -201,23 +202,29 @@ class LibraryPrefill:
         assert streams is None or self._head is not None
         ids = torch.tensor(token_ids, dtype=torch.int64)
         self._check(ids, first, cache)
-        pieces = partial(self._pieces, ids, first, cache, streams)
+        row = self._suffixes.row_of(first, len(ids), cache) if self._suffixes else None
+        settings = partial(self._settings, BUCKET if row is None else SUFFIX)
+        pieces = partial(self._pieces, ids, first, cache, streams, row)
         end, short = first + len(ids), first == 0 and self._size_for(len(ids)) > 0
-        return PromptRun(first, end, pieces, self._settings, self.device, self._rate, short)
+        return PromptRun(first, end, pieces, settings, self.device, self._rate, short)
 
     def _size_for(self, count: int) -> int:
         """The bucket of so many tokens; 0: none."""
         return next((size for size in self._sizes if size >= count), 0)
 
     def _pieces(
-        self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None, at_once: bool
+        self,
+        ids: Tensor,
+        first: int,
+        cache: Tensor,
+        streams: Tensor | None,
+        row: int | None,
+        at_once: bool,
     ) -> Iterator[Piece]:
-        """A product or an attention after the other, or a graph of all."""
+        """A product or an attention after the other, or a graph of all. row: a suffix's slot (suffixes.py)."""
         size = self._size_for(len(ids))
-        suffixes = self._suffixes
-        row = suffixes.row_of(first, len(ids), cache) if suffixes else None
-        if suffixes is not None and row is not None:
-            yield from self._suffix(suffixes, ids, first, row, at_once)
+        if self._suffixes is not None and row is not None:
+            yield from self._suffix(self._suffixes, ids, first, row, at_once)
             if streams is not None and self._head is not None:
                 streams.copy_(self._head.streams)
         elif size and first == 0:
@@ -226,7 +233,7 @@ class LibraryPrefill:
                 streams.copy_(self._head.streams)
         else:
             yield from self._chunks(ids, first, cache, streams)
-        self._ran = True
+        self._ran.add(BUCKET if row is None else SUFFIX)
 
     def _suffix(
         self, suffixes: Suffixes, ids: Tensor, first: int, row: int, at_once: bool
@@ -237,7 +244,7 @@ class LibraryPrefill:
             self._graphs.replay(wanted)
         else:
             for work in suffixes.pieces(ids, first, row):
-                yield Piece(first, work)
+                yield piece_of(first, work)
 
     def _chunks(
         self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None
@@ -249,7 +256,7 @@ class LibraryPrefill:
             head = ToHead(streams, last) if ends and streams is not None else None
             at = first + part.start
             for work in self._pass.layers_of(there[part], at, cache, head):
-                yield Piece(at, work)
+                yield piece_of(at, work)
 
     @property
     def layers(self) -> Sequence[LayerWeights]:
@@ -281,7 +288,7 @@ class LibraryPrefill:
             scratch = self._scratch[..., :size, :]
             ids = self._words[1 : 1 + size]
             for work in self._pass.layers_of(ids, 0, scratch, self._head):
-                yield Piece(0, work)
+                yield piece_of(0, work)
         cache[..., :count, :].copy_(self._scratch[..., :count, :])
 
     # ---- graphs ----
@@ -303,12 +310,13 @@ class LibraryPrefill:
             self._pass.run(self._words[1 : 1 + size], 0, scratch, self._head)
         elif self._suffixes is not None:
             self._suffixes.run(size)
-        self._ran = True
+        self._ran.add(kind)
 
     # ---- around a pass ----
 
-    def _settings(self) -> AbstractContextManager[None]:
-        return pass_settings(self.device, self._ran)
+    def _settings(self, kind: str) -> AbstractContextManager[None]:
+        """Of passes of a kind; chunks' kernels are those of buckets."""
+        return pass_settings(self.device, kind in self._ran)
 
     def _check(self, ids: Tensor, first: int, cache: Tensor) -> None:
         shape = (*self._scratch.shape[:4], self.spec.head_dim)
@@ -337,6 +345,10 @@ def upload_chunks(
     last = torch.tensor([len(ids) - 1 - chunks[-1].start])
     upload(torch.cat([last, ids]), words)
     return words[1:], words[:1]
+
+
+def piece_of(filled: int, work: Work) -> Piece:
+    return Piece(filled, work.amount, work.kind, work.rows)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -375,11 +387,12 @@ def check_cache(cache: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None
         )
 
 
-def check_prompt(ids: Tensor, first: int, room: int, vocab: int) -> None:
+def check_prompt(ids: Tensor | Sequence[int], first: int, room: int, vocab: int) -> None:
     """RequestError for tokens that do not fit positions [first, room), or are none of the model's."""
     end = first + len(ids)
     if first < 0 or end > room:
         raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
-    for token in (int(ids.min()), int(ids.max())):
+    least, most = (ids.min(), ids.max()) if isinstance(ids, Tensor) else (min(ids), max(ids))
+    for token in (int(least), int(most)):
         if not 0 <= token < vocab:
             raise RequestError(f"token id {token} is outside the vocabulary of {vocab}")

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead
+from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.library import (
     CHUNK,
     check_cache,
@@ -26,6 +26,7 @@ from kog_triton.backends.prefill.library import (
     fuses,
     on_device,
     pass_settings,
+    piece_of,
     upload_chunks,
 )
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
@@ -165,7 +166,7 @@ class Bucketed:
         padded = torch.cat([torch.tensor([count - 1]), ids, ids[-1:].expand(size - count)])
         upload(padded, self.words[: 1 + size])
 
-    def layers_of(self, size: int) -> Iterator[float]:
+    def layers_of(self, size: int) -> Iterator[Work]:
         cache = self._cache[..., :size, :]
         return self.walk.layers_of(self.words[1 : 1 + size], 0, cache, self._head)
 
@@ -288,7 +289,7 @@ class RankPrefill:
                 ends = part is parts[-1] and streams is not None
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
-            yield from (Piece(at, work) for work in self._whole(runs))
+            yield from (piece_of(at, work) for work in self._whole(runs))
         self._ran = True
 
     # ---- buckets ----
@@ -311,7 +312,7 @@ class RankPrefill:
             self._exchange.end()
         else:
             runs = [held.layers_of(size) for held in self._buckets]
-            yield from (Piece(0, work) for work in self._whole(runs))
+            yield from (piece_of(0, work) for work in self._whole(runs))
         for rank, held in enumerate(self._buckets):
             with on_device(held.walk.device):
                 held.read(len(ids), caches[rank], None if streams is None else streams[rank])
@@ -345,7 +346,7 @@ class RankPrefill:
         self._exchange.end()
         self._graphs[size] = graphs
 
-    def _whole(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+    def _whole(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
         """A pass of all ranks with what goes between them, from the first exchange to the last."""
         try:
             self._exchange.begin()
@@ -354,7 +355,7 @@ class RankPrefill:
         finally:  # called off, too
             self._exchange.clear()
 
-    def _together(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+    def _together(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
         """A piece of each rank, then what all put out to all, then the next piece."""
         while True:
             works = []
