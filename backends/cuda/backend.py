@@ -28,8 +28,10 @@ from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
+from kog_triton.backends.cuda.layout.short_pass import Ready
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
+from kog_triton.backends.cuda.placing import Placing
 from kog_triton.backends.cuda.products import ArenaProducts, product_texts
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
@@ -42,14 +44,13 @@ from kog_triton.backends.cuda.short_pass import (
     MOST_TOKENS,
     Linked,
     PassKernels,
-    Ready,
     ShortPass,
     can_pass,
     functions,
     links_of,
     workspace_bytes,
 )
-from kog_triton.backends.cuda.short_prompts import ShortPrompts
+from kog_triton.backends.cuda.short_prompts import ShortPrompts, stream_of
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
 from kog_triton.backends.cuda.unpacking import Unpacking
@@ -163,6 +164,7 @@ class CudaBackend:
         self._stages: StageRunner | None = None  # compiled when it is asked for
         self._clocks: RankKernel | None = None  # likewise
         self.short: ShortPrompts | None = None  # beside the library
+        self.placing: Placing | None = None  # likewise
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
         self._ahead: dict[
@@ -199,8 +201,20 @@ class CudaBackend:
                 compile_columns,
                 load_columns,
             )
+            # First tokens together: of the widest kernel alone, whose step costs two requests hardly more than theirs.
+            shared = self.columns.counts[-1:] if wants_library(options, self.device) else ()
+            self.first_tokens = Columns(
+                lowering,
+                self.max_context,
+                shared if lowering.schedule.num_shards == 1 else (),
+                options.num_slots,
+                partial(self._compile_ahead, "head_step.cu"),
+                partial(self._open_kernel, "head_step.cu", "kog_head_step"),
+                "first tokens",
+            )
             if self.columns_ahead:
                 self.columns.begin()
+                self.first_tokens.begin()
             with self._entry.on_stream():
                 self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
                 self.library = self._open_library(weights, lowering)
@@ -312,6 +326,7 @@ class CudaBackend:
         )
         if short:
             self.short = self._open_short(lowering, held, [library.layers])
+            self.placing = Placing(self.memory, self._short_kernels(self.device))
         return library
 
     def _moves_outputs(self, lowering: CudaLowering) -> bool:
@@ -420,6 +435,7 @@ class CudaBackend:
             self.spec,
             self.ranks,
             self.columns,
+            self.first_tokens,
             self.chunks,
             self._prompt,
             self._admit,
@@ -435,7 +451,8 @@ class CudaBackend:
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
-        self.ranks.write_request(request.slot, words, request.prompt, position)
+        lay = self.ranks.write_request if self.placing is None else self.placing.add
+        lay(request.slot, words, request.prompt, position)
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All of it, to the streams of its last token."""
@@ -577,6 +594,7 @@ class CudaBackend:
 
     def settle(self) -> None:
         self.columns.settle()
+        self.first_tokens.settle()
         self.chunks.settle(self.devices)
         while self.make_ready():
             pass
@@ -596,7 +614,8 @@ class CudaBackend:
         cache = sum(m.cache.nbytes for m in each)
         other = sum(getattr(m, name).nbytes for m in each for name in TENSORS) - weights - cache
         other += sum(blank.nbytes for blank in self._blank.values())
-        other += self.columns.memory_bytes() + self.chunks.memory_bytes()
+        other += self.columns.memory_bytes() + self.first_tokens.memory_bytes()
+        other += self.chunks.memory_bytes()
         if self.library is not None:
             other += self.library.memory_bytes()
         if self.short is not None:
@@ -608,11 +627,12 @@ class CudaBackend:
 
     def _free(self) -> None:
         self.columns.close()
+        self.first_tokens.close()
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
         self.chunks.close()
-        self.library, self.short, self._blank = None, None, {}
+        self.library, self.short, self.placing, self._blank = None, None, None, {}
         del self.ranks
 
     # ---- a launch ----
@@ -639,8 +659,12 @@ class CudaBackend:
         finished.synchronize()
         check_launch(ranks, self.layout, finished)
 
-    def _launch_heads(self, slots: Sequence[int]) -> tuple[Layout, Finished]:
-        """Start the kernel of heads on slots whose `streams` are there, a step of each."""
+    def _launch_heads(
+        self, slots: Sequence[int], step: ColumnKernel | None = None
+    ) -> tuple[Layout, Finished]:
+        """Start the kernel of heads on slots whose `streams` are there: a step of each, or one of all together."""
+        if step is not None:
+            return self._launch_slots(slots, 1, step)
         return self.layout, self._launch(self.ranks, slots, len(slots), self.head_kernel)
 
     def _launch(
@@ -652,6 +676,8 @@ class CudaBackend:
         **others: torch.Tensor,
     ) -> Finished:
         """Start the kernel on slots of all ranks' memory; what comes back says when it has ended on all."""
+        if self.placing is not None:
+            self.placing.place(stream_of(self.device))
         for rank, memory in enumerate(ranks.each):
             self._clear(rank, memory)
         arguments = ranks.arguments(slots, self.wait_ns, most_steps, **others)
@@ -665,4 +691,4 @@ class CudaBackend:
             blank = self._blank[rank] = torch.zeros_like(memory.words)
         for tensor in (memory.words, memory.error):
             tensor.copy_(blank[: len(tensor)])
-        memory.mailbox.zero_()
+        memory.mailbox.numpy()[:] = 0

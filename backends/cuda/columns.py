@@ -45,6 +45,7 @@ class Columns:
     wanted, so that requests that run meanwhile take turns instead of waiting. If that fails, or one cannot
     be loaded, the log says so and they go on taking turns.
 
+    counts   of the columns that there may be, ascending
     compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
     load     makes it ready to run; by the thread that launches
     """
@@ -57,11 +58,12 @@ class Columns:
         num_slots: int,
         compile: Callable[[Layout], object],
         load: Callable[[Layout], RankKernel],
+        what: str = "columns",
     ) -> None:
         self._compile, self._load = compile, load
         self._layouts = layouts_of_slots(lowering, max_context, counts, num_slots)
         self._compiled: CompiledBeside[int] = CompiledBeside(
-            lambda count: self._compile(self._layouts[count]), lambda count: f"{count} columns"
+            lambda count: self._compile(self._layouts[count]), lambda count: f"{count} {what}"
         )
         self._kernels: dict[int, ColumnKernel] = {}
 

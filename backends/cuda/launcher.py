@@ -42,7 +42,7 @@ class CudaLauncher:
     admit   lays a request into its slot, to be run from a position on
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
     run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
-    heads   starts the kernel of first tokens on slots
+    heads   starts the kernel of first tokens on slots, one behind the other or together
     gave_up what the last pass of short prompts has waited for in vain, or ""
     aside   inside, what is read waits for nothing that others have queued
     whole   a request alone is one launch: no cancel is heard before its first token
@@ -51,12 +51,13 @@ class CudaLauncher:
     spec: ModelSpec
     ranks: Ranks
     columns: Columns
+    first_tokens: Columns
     chunks: Chunks
     prompt: Callable[[Request], PromptRun | None]
     admit: Callable[[Request, int], None]
     score: Callable[[Request, int, int], np.ndarray]
     run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
-    heads: Callable[[Sequence[int]], tuple[Layout, Finished]]
+    heads: Callable[[Sequence[int], ColumnKernel | None], tuple[Layout, Finished]]
     gave_up: Callable[[], str]
     aside: Callable[[], AbstractContextManager[object]]
     whole: bool = False
@@ -78,7 +79,10 @@ class CudaLauncher:
 
     def launch(self, running: Mapping[int, InSlot], most: int | None = None) -> Launch:
         if at_head := [slot for slot, one in running.items() if one.at_head][:MAX_REQUESTS]:
-            layout, finished = self.heads(at_head)
+            ready = self.first_tokens.ready(len(at_head))
+            step = self.first_tokens.take(len(at_head), self._devices) if ready else None
+            at_head = at_head[: self.first_tokens.most] if step else at_head
+            layout, finished = self.heads(at_head, step)
             settle = partial(self._settle, at_head, layout, finished)
             return Launch(at_head, finished.query, settle, first_tokens=True, aside=True)
         for slot, one in running.items():

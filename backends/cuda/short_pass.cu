@@ -1,4 +1,4 @@
-// Kernels between the products of a pass of short prompts (include/kog/prompt/short_pass.h). The generated header
+// Kernels between the products of a pass of short prompts, and behind it (include/kog/prompt/short_pass.h). The generated header
 // (layout/prompt.py) stands before this text. Each starts early and waits for the one before.
 #include <kog/prompt/hopper.h>
 #include <kog/prompt/short_pass.h>
@@ -6,7 +6,7 @@
 namespace kog {
 static_assert(sizeof(Join) == kJoinBytes && sizeof(Heads) == kHeadsBytes);
 static_assert(sizeof(Send) == kSendBytes && sizeof(Meet) == kMeetBytes);
-static_assert(sizeof(Attend) == kAttendBytes && sizeof(Gate) == kGateBytes);
+static_assert(sizeof(Attend) == kAttendBytes && sizeof(Gate) == kGateBytes && sizeof(Place) == kPlaceBytes);
 
 }  // namespace kog
 
@@ -22,3 +22,4 @@ KOG_BETWEEN(kog_meet, Meet, meet, kog::kJoinThreads)
 KOG_BETWEEN(kog_heads, Heads, heads, kog::kHeadThreads)
 KOG_BETWEEN(kog_attend, Attend, attend, kog::kAttendThreads)
 KOG_BETWEEN(kog_gate, Gate, gate, kog::kGateThreads)
+KOG_BETWEEN(kog_place, Place, place, kog::kPlaceThreads)

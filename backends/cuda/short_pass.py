@@ -26,6 +26,7 @@ from kog_triton.backends.cuda.layout.short_pass import (
     MOST_HEAD_DIM,
     MOST_HIDDEN,
     MOST_RANKS,
+    PLACE_THREADS,
     QUERIES,
     ROWS,
     SHORT_KERNELS,
@@ -38,11 +39,14 @@ from kog_triton.backends.cuda.layout.short_pass import (
     MeetCall,
     Order,
     Parts,
+    Queue,
+    Ready,
     SendCall,
     attend_bytes,
     cut_of,
     render_short_pass,
 )
+from kog_triton.backends.cuda.staging import Staging
 from kog_triton.backends.prefill.library import on_device
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.prefill.weights import LayerWeights
@@ -54,10 +58,6 @@ Tensor = torch.Tensor
 MOST_TOKENS = SHORT_KERNELS[-1].tokens
 SUMS_BYTES = 256  # shared memory of a kernel between products but attention: its warps' sums
 LOG2_E = 1.0 / math.log(2.0)
-
-Queue = Callable[[int], None]  # puts a launch on a stream
-# Makes a launch ready: of a pass of so many tokens a function by name, with blocks, threads, shared bytes and argument.
-Ready = Callable[[ProductKernel, str, int, int, Structure], Queue]
 
 
 class Function(NamedTuple):
@@ -141,6 +141,8 @@ def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
         for name in BETWEEN:
             shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
             out[kernel, name] = Function(between, "short_pass.cu", shared)
+    first = SHORT_KERNELS[0]  # what has no tokens is taken from the first pass's module
+    out[first, "kog_place"] = Function(out[first, "kog_gate"].header, "short_pass.cu", 0)
     return out
 
 
@@ -243,6 +245,7 @@ class ShortPass:
         self._words, self._x, self._q = held["words"], held["x"], held["q"]
         self._parts = held["parts"]
         self._in: Mapping[str, Tensor] = {n: held[f"in_{n}"] for n in self._stages}
+        self._staging = Staging(ready, device)
         self._launches = {k: self._ready_launches(k) for k in SHORT_KERNELS}
 
     def kernel_for(self, count: int) -> ProductKernel | None:
@@ -254,10 +257,13 @@ class ShortPass:
         total = sum(len(p.tokens) for p in prompts)
         return total <= MOST_TOKENS and len(prompts) <= self._most_prompts
 
-    def write(self, prompts: Sequence[ShortPrompt], number: int = 0) -> ProductKernel:
+    def write(
+        self, prompts: Sequence[ShortPrompt], number: int = 0, stream: int | None = None
+    ) -> ProductKernel:
         """Lay prompts out for a pass, in the order of the current stream; the pass that is to run them.
 
         number  of the pass, on several GPUs: above 0, larger than that of the pass before, the same on all
+        stream  the current one, if the pass before has ended; None: if it may not have
         """
         kernel = self.kernel_for(sum(len(p.tokens) for p in prompts))
         assert kernel is not None and self.fits(prompts)
@@ -273,7 +279,13 @@ class ShortPass:
                 tile += 1
             at = end
         words[-1, 0] = number
-        upload(torch.from_numpy(words), self._words)
+        flat, home = words.reshape(-1), self._words.data_ptr()
+        pieces = [
+            (home + 4 * first, flat[first : first + PLACE_THREADS])
+            for first in range(0, flat.size, PLACE_THREADS)
+        ]
+        if stream is None or not self._staging.put(pieces, stream):
+            upload(torch.from_numpy(words), self._words)
         return kernel
 
     def queue(self, kernel: ProductKernel, stream: int) -> None:

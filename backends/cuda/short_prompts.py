@@ -20,12 +20,15 @@ from kog_triton.backends.cuda.short_pass import MOST_TOKENS, ShortPass, ShortPro
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.library import check_prompt, on_device
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
+from kog_triton.backends.watchdog import reached
 
 T = TypeVar("T")
 
 
 class ShortRun(PromptRun):
     """A prompt's part of a pass."""
+
+    is_timed = False  # never cut
 
     def __init__(self, owner: "ShortPrompts", prompt: ShortPrompt) -> None:
         end = len(prompt.tokens)
@@ -35,6 +38,12 @@ class ShortRun(PromptRun):
         self.meets = bool(owner.others)
         self.prompt, self._owner = prompt, owner
         self._along: list[ShortRun] = []
+
+    def _mark(self) -> Callable[[], bool]:
+        return self._owner.last_ended
+
+    def _reached(self, mark: Callable[[], bool]) -> bool:
+        return mark()
 
     def take_along(self, others: Sequence[PromptRun]) -> list[PromptRun]:
         prompts, along = [self.prompt], []
@@ -65,30 +74,34 @@ class ShortPrompts:
         self._graphs: dict[ProductKernel, list[torch.cuda.CUDAGraph]] = {}
         self._to_capture = list(SHORT_KERNELS) if self.device.type == "cuda" else []
         self._number = 0  # of the last pass
+        self.last_ended: Callable[[], bool] = lambda: True  # that pass has, on the first GPU
 
     def takes(self, request: Request) -> bool:
         return not request.cached and len(request.prompt) <= MOST_TOKENS
 
     def begin(self, request: Request) -> ShortRun:
         """RequestError if its tokens do not fit the slot or are none of the model's."""
-        check_prompt(torch.tensor(request.prompt), 0, self._room, self._vocab)
+        check_prompt(request.prompt, 0, self._room, self._vocab)
         return ShortRun(self, ShortPrompt(request.prompt, request.slot))
 
     def queue(self, prompts: Sequence[ShortPrompt]) -> None:
         """On the current stream of each GPU."""
         self._number += 1
         kernel = SHORT_KERNELS[-1]
+        alone = not self.others and self.last_ended()
+        stream = stream_of(self.device) if alone else None
         for one in self._passes:  # all of them first: nothing that may wait stands between launches
-            kernel = self._on(one, partial(one.write, prompts, self._number))
+            kernel = self._on(one, partial(one.write, prompts, self._number, stream))
         if kernel in self._graphs:
             for one, graph in zip(self._passes, self._graphs[kernel], strict=True):
                 self._on(one, graph.replay)
         else:
-            streams = [self._stream(one) for one in self._passes]
+            streams = [stream_of(one.device) for one in self._passes]
             # In turn: what one GPU waits for is never behind more launches than a queue of a driver holds.
             for together in zip(*(one.launches(kernel) for one in self._passes), strict=True):
-                for one, launch, stream in zip(self._passes, together, streams, strict=True):
-                    self._on(one, partial(launch, stream))
+                for one, launch, own in zip(self._passes, together, streams, strict=True):
+                    self._on(one, partial(launch, own))
+        self.last_ended = reached(self.device)
 
     def gave_up(self) -> str:
         """What the last pass has waited for in vain; waits for GPUs. "" if all came."""
@@ -111,7 +124,7 @@ class ShortPrompts:
         stream = torch.cuda.Stream(one.device) if self.others else None
         capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
         with on_device(one.device), capture:
-            one.queue(kernel, self._stream(one))
+            one.queue(kernel, stream_of(one.device))
         return graph
 
     def _on(self, one: ShortPass, act: Callable[[], T]) -> T:
@@ -120,7 +133,7 @@ class ShortPrompts:
         with on_device(one.device):
             return act()
 
-    def _stream(self, one: ShortPass) -> int:
-        if one.device.type != "cuda":
-            return 0
-        return torch.cuda.current_stream(one.device).cuda_stream
+
+def stream_of(device: torch.device) -> int:
+    """The address of the current one; of a CPU 0."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kog_triton.backends.pace import nap_until
+from kog_triton.backends.pace import first_words, nap_until
 from kog_triton.sampling.params import SamplingParams
 
 MaskHook = Callable[[Sequence[int]], "np.ndarray | None"]
@@ -83,6 +83,7 @@ class Inbox:
         # A queue in C: who waits in it holds neither a lock nor the interpreter. None wakes the reader.
         self._steps: SimpleQueue[Step | Failure | None] = SimpleQueue()
         self._prompt: deque[PromptLogprob] = deque()
+        self._begun = False  # something was read
 
     def push(self, step: Step | Failure) -> None:
         self._steps.put(step)
@@ -107,13 +108,19 @@ class Inbox:
     def _wait(self, timeout: float | None) -> Step | Failure | None:
         """The first one; None if the reader was woken for another reason, or the time is over."""
         begun = time.perf_counter()
-        nap_until(lambda: not self._steps.empty(), math.inf if timeout is None else timeout)
-        if timeout is not None:
-            timeout = max(timeout - (time.perf_counter() - begun), 0.0)
+        if not self._begun:
+            first_words.add(self)
         try:
-            return self._steps.get(timeout=timeout)
+            nap_until(lambda: not self._steps.empty(), math.inf if timeout is None else timeout)
+            if timeout is not None:
+                timeout = max(timeout - (time.perf_counter() - begun), 0.0)
+            step = self._steps.get(timeout=timeout)
         except Empty:
             return None
+        finally:
+            first_words.discard(self)
+        self._begun = True
+        return step
 
     def read_prompt(self) -> list[PromptLogprob]:
         """What `push_prompt` brought that was not read before."""

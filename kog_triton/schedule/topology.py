@@ -115,6 +115,7 @@ class Sizes:
 
     tile_bytes: int  # one tile of weights on its way
     wide_tile_bytes: int  # the same of models whose residual stream is wide (tiles.WIDE)
+    small_tile_bytes: int  # the same of models whose layers are small (triton._best_tile)
     step_bytes: int  # of a chunk of a prompt and the weights it meets, at one step along K
     steps: int  # of those on their way in shared memory
     warps: int  # of a block
@@ -125,14 +126,14 @@ SIZES: dict[str, Sizes] = {
     # Tiles of 32 KB are 5 % slower, but for Qwen3-8B, 4,096 wide, they give 236 tokens/s and 64 KB 224;
     # Laneformer-2B, 3,072 wide, wants 64. 16 warps, which leave 128 registers a thread, are 30 % slower
     # than 8, with 255 (H200: benchmarks/triton-log.md#three-models, benchmarks/triton-log.md#warps).
-    "nvidia": Sizes(64 * KB, 32 * KB, 32 * KB, steps=4, warps=8),
+    "nvidia": Sizes(64 * KB, 32 * KB, 32 * KB, 32 * KB, steps=4, warps=8),
     # Half as many warps hold a tile: 64 KB take more than all registers (gfx942, Llama-3.2-1B: 1,036
     # bytes spilled, none with 32 KB). Triton 3.7.1 leaves a conversion of as many values as threads unlowered
     # where logits are edited (gfx942, SmolLM2-360M's vocabulary over 304 blocks).
-    "amd": Sizes(32 * KB, 32 * KB, 16 * KB, steps=2, warps=4, unlowered=256),
+    "amd": Sizes(32 * KB, 32 * KB, 32 * KB, 16 * KB, steps=2, warps=4, unlowered=256),
     # Triton's interpreter, which has no warps.
     # Triton's interpreter has no warps; what is summed when depends on their number, and is to be what NVIDIA's do.
-    "cpu": Sizes(64 * KB, 64 * KB, 32 * KB, steps=1, warps=8),
+    "cpu": Sizes(64 * KB, 64 * KB, 64 * KB, 32 * KB, steps=1, warps=8),
 }
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import exchanges as ex
-from kog_triton.schedule.lowering import matrix_stages
+from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
 from kog_triton.schedule.triton_codes import TileCodes, tile_codes, unreadable_codes
@@ -37,6 +37,9 @@ LOOPED = 1.4
 SMALL_TILES = 4
 MOST_AHEAD = 8  # and no more, whose code is written out
 MIXED = 1.25
+# Of a tile of the best size: what a block reads of a matrix on average, where half such tiles win; of 0.58 they lose
+# (benchmarks/triton-log.md#small-layers).
+SMALL_MATRIX = 0.75
 SUMS = 64  # registers of a thread that the sums of a block's rows may take
 WIDTHS = (1024, 512, 256, 128, 64, 32)  # words of a tile along K
 LINE = 128  # words that one warp reads at once where a thread reads four (backends/triton/kernel/words.py)
@@ -67,7 +70,9 @@ class StageTiles:
     loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
     flight: int = 0  # bytes that may be on their way; one tile is, whatever its size
     most_first: int = MOST_AHEAD  # tiles that the stage before asks for
-    codes: TileCodes | None = None  # None: 16 bits a weight; `widths` are words of those in any case
+    codes: TileCodes | None = (
+        None  # None: 16 bits a weight; `widths` are words of those in any case
+    )
 
     @property
     def is_narrow(self) -> bool:
@@ -238,6 +243,11 @@ class Tiles:
         return self.heads * self.head_dim // 2
 
     @property
+    def outputs_in_pairs(self) -> bool:
+        """Whether a module's outputs leave a block as pairs of 16 bits: half the words for all blocks to read."""
+        return self.lanes == 1 and not self.f16
+
+    @property
     def split_words(self) -> int:
         """Of one split of one key/value head: the output of every query head, and how much it weighs."""
         return self.heads // self.kv_heads * (self.head_dim + 1)
@@ -323,7 +333,8 @@ def _decode_exchanges(
         # Where outputs are late, those that all lanes read at once are read from the ring as well.
         near = (own,) if t.delayed_buffers else (own, all_lanes)
         scope = Scope.ALL if len(near) > 1 else Scope.SHARD
-        out.append(ex.Exchange(name, stage, near, t.hidden_size, t.lanes, scope=scope))
+        sent_words = t.hidden_size // 2 if t.outputs_in_pairs else t.hidden_size
+        out.append(ex.Exchange(name, stage, near, sent_words, t.lanes, scope=scope))
         far = (ex.Reader(stage, ex.Of.OWN, layers=delayed, delay=t.delay), all_lanes)
         words, buffers = (t.hidden_size, t.delayed_buffers) if t.delayed_buffers else (0, 1)
         ring = ex.Exchange(f"{name}_delayed", stage, far, words, t.lanes, buffers, scope=Scope.ALL)
@@ -440,9 +451,10 @@ def lower_tiles(
     lanes = schedule.shards_per_rank
     delayed = Reduce.DELAYED in spec.reduce_attention + spec.reduce_mlp
     sizes = SIZES[vendor]
-    if not tile_bytes:
-        tile_bytes = sizes.wide_tile_bytes if spec.hidden_size >= WIDE else sizes.tile_bytes
-    group, stages = _tile_stages(schedule, num_blocks // lanes, tile_bytes)
+    each = num_blocks // lanes
+    largest = (tile_bytes,) if tile_bytes else _largest_tiles(schedule, num_blocks, sizes)
+    tilings = [_tile_stages(schedule, each, size) for size in largest]
+    group, stages = min(tilings, key=lambda t: _words_read(t, spec.num_layers))
     tiles = Tiles(
         vendor=vendor,
         sizes=sizes,
@@ -477,6 +489,26 @@ def lower_tiles(
     except ModelError as error:
         raise ModelError(f"the triton backend cannot reduce lanes so: {error}") from None
     return tiles
+
+
+def _largest_tiles(schedule: Schedule, num_blocks: int, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of the largest tile, the better first if both read as much.
+
+    Half as much is better where a block reads a tile of the best size of a matrix, or a little less: what is on its way
+    beyond that only holds up polls.
+    """
+    if schedule.spec.hidden_size >= WIDE:
+        return (sizes.wide_tile_bytes,)
+    layer = sum(stage.rows * stage.cols for stage in layer_matrices(schedule))
+    mean = 2 * layer * schedule.shards_per_rank // (4 * num_blocks)
+    small = SMALL_MATRIX * sizes.tile_bytes <= mean < sizes.tile_bytes
+    return (sizes.small_tile_bytes, sizes.tile_bytes) if small else (sizes.tile_bytes,)
+
+
+def _words_read(tiling: tuple[int, tuple[StageTiles, ...]], layers: int) -> int:
+    """By all blocks of a lane, for a token."""
+    group, stages = tiling
+    return group * sum(s.words * (1 if s.name == "lm_head" else layers) for s in stages)
 
 
 Option = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages

@@ -48,7 +48,9 @@ def tiles_of(t: StageTiles, blocks: int, packed: Any) -> Iterator[tuple[int, Any
         whole = t.units * step if t.wired else t.words  # in which they lie `step` words apart
         begin = blocks * (first if t.wired else 0)
         inside = 0 if t.wired else blocks * first
-        run = packed[begin : begin + blocks * whole].reshape(t.units, blocks * step, packed.shape[-1])
+        run = packed[begin : begin + blocks * whole].reshape(
+            t.units, blocks * step, packed.shape[-1]
+        )
         yield k, run[:, inside : inside + blocks * t.tile_words(k)]
 
 

@@ -59,9 +59,9 @@ def launches_of(backend, monkeypatch):
         told.append((False, list(slots)))
         return run(slots, *others)
 
-    def first(slots):
+    def first(slots, *others):
         told.append((True, list(slots)))
-        return heads(slots)
+        return heads(slots, *others)
 
     monkeypatch.setattr(backend, "_launch_slots", launch)
     monkeypatch.setattr(backend, "_launch_heads", first)
@@ -149,6 +149,29 @@ def test_several_begin_in_one_launch_and_go_on_together(alone, monkeypatch, kind
     backend = opened(kind=kind, seed=-3)
     told = launches_of(backend, monkeypatch)
     assert_each_says_what_it_says_alone(alone, backend, told)
+    steps = [kernel.kernel.launches for kernel in backend.first_tokens.kernels]
+    assert steps == ([1] if kind is ColumnBackend else [])
+
+
+@pytest.mark.parametrize("name", ["fp16, biases, norms, tied", "sizes that divide by nothing"])
+def test_first_tokens_of_one_step_are_those_of_steps_of_their_own(name):
+    """Chosen in every way."""
+    spec = MODELS[name]
+    asked = [
+        request(
+            n, prompt_of(4 + n, n), 2, params, mask=(lambda _: ALLOWED) if how == "masked" else None
+        )
+        for n, (how, params) in enumerate(MIXED.items())
+    ]
+    apart, together = (
+        opened(spec, len(asked), kind, seed=4) for kind in (FiberBackend, ColumnBackend)
+    )
+    want, got = run(apart, *asked), run(together, *asked)
+    for n in range(len(asked)):
+        assert [said_of(s) for s in got[n]] == [said_of(s) for s in want[n]]
+    (kernel,) = together.first_tokens.kernels
+    assert kernel.kernel.launches == 1
+    assert together.head_kernel.launches == 0
 
 
 def test_one_that_joins_gets_its_first_token_in_a_launch_of_its_own(alone, monkeypatch):
@@ -198,21 +221,42 @@ def test_a_mask_that_is_late_behind_the_head_is_waited_for(alone, monkeypatch):
 
 # ---- planted faults ----
 
+STEPS, STEP = FiberBackend, ColumnBackend
 FAULTS = {
-    "weights of the layers": ("Stream stream(b, first, slots)", "Stream stream(b, 0, slots)"),
-    "a launch that ends with the first of several": ("< b.p.num_requests) return", "< 1) return"),
-    "the streams of slot 0": ("static_cast<u64>(slot) * kLanes", "static_cast<u64>(slot) * 0"),
-    "gains of another norm": ("load_gains(b, 2 * kLayers", "load_gains(b, 0"),
-    "a request's words of another": ("select_request(b, cursor", "select_request(b, b.small->cursors[0]"),
+    "weights of the layers": (
+        STEPS, "produce.h", "Stream stream(b, first, slots)", "Stream stream(b, 0, slots)",
+    ),
+    "a launch that ends with the first of several": (
+        STEPS, "head_steps.h", "< b.p.num_requests) return", "< 1) return",
+    ),
+    "the streams of slot 0": (
+        STEPS, "head_steps.h", "static_cast<u64>(slot) * kLanes", "static_cast<u64>(slot) * 0",
+    ),
+    "gains of another norm": (STEPS, "head_steps.h", "load_gains(b, 2 * kLayers", "load_gains(b, 0"),
+    "a request's words of another": (
+        STEPS, "head_steps.h", "select_request(b, cursor", "select_request(b, b.small->cursors[0]",
+    ),
+    "one step, weights of the layers": (
+        STEP, "produce.h", "Stream stream(b, first, slots)", "Stream stream(b, 0, slots)",
+    ),
+    "one step, the streams of one request": (
+        STEP, "columns/stream.h", "cursors[column].slot) * kLanes", "cursors[0].slot) * kLanes",
+    ),
+    "one step, streams of the layers": (
+        STEP, "columns/head_step.h", "run_head<FromSlots>", "run_head<FromLayers>",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(alone, monkeypatch, tmp_path, name):
-    backend = opened()
-    include, kernel = plant(tmp_path, ("head_steps.h", *FAULTS[name])), backend.head_kernel
-    kernel.library = compile_walk(backend.layout, kernel.flags, include)
+    kind, *fault = FAULTS[name]
+    backend = opened(kind=kind)
+    kernel = backend.head_kernel
+    if kind is STEP:
+        kernel = backend.first_tokens.take(3, backend.devices).kernel
+    kernel.library = compile_walk(kernel.layout, kernel.flags, plant(tmp_path, tuple(fault)))
     told = launches_of(backend, monkeypatch)
     with pytest.raises(AssertionError):
         assert_each_says_what_it_says_alone(alone, backend, told)

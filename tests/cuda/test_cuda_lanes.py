@@ -379,6 +379,21 @@ FAULTS = {
         "piece % S::kPieces * S::kPieceWords +",
         "",
     ),
+    "one module's streams for the other's": (
+        "columns/lanes.h",
+        "kEndsLayer ? inner_streams(b) : layer_streams(b)",
+        "kEndsLayer ? layer_streams(b) : inner_streams(b)",
+    ),
+    "one module's sends for the other's": (
+        "columns/lanes.h",
+        "(kEndsLayer ? kReduceMlp : kReduceAttention)",
+        "(kEndsLayer ? kReduceAttention : kReduceMlp)",
+    ),
+    "candidates of half of the threads": (
+        "threads.h",
+        "mask = kThreads / 2",
+        "mask = kThreads / 4",
+    ),
 }
 SHOWN_BY = {  # where it is not the first shape
     "a mean that is not normed": "bf16, biases, gains of each lane, the mean",

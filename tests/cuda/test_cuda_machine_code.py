@@ -10,6 +10,7 @@ from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
+from tests.lib.column_cases import layout_of as layout_of_columns
 from tests.lib.cuda_walk import layout_of
 from tests.lib.machine_code import (
     LISTS_OF_FOUR,
@@ -89,6 +90,13 @@ def test_the_walk_hardly_spills(name):
 @pytest.mark.parametrize("name", one_always(["llama-3.2-1b", "laneformer-2b"]))
 def test_the_kernel_of_first_tokens_spills_nothing(name):
     code = machine_code(layout_of(named_shape(name), max_context=1024), "head_steps.cu")
+    assert not [what for _, what in code if is_local(what)]
+    assert innermost(code, WEIGHTS)
+
+
+@pytest.mark.parametrize("name", one_always(["llama-3.2-1b", "qwen3-8b"]))
+def test_the_kernel_of_first_tokens_of_several_spills_nothing(name):
+    code = machine_code(layout_of_columns(named_shape(name), 8), "head_step.cu")
     assert not [what for _, what in code if is_local(what)]
     assert innermost(code, WEIGHTS)
 

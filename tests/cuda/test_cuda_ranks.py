@@ -169,9 +169,10 @@ FAULTS = {
         "sample.h", "argmax_words(b, heads, block_of_all(b))", "argmax_words(b, heads, b.block)"
     ),
     "sums in the order of arrival": (
-        "residual.h", "return base + (lane + i / kGroups) * kStride",
-        "return base + (lane + (i / kGroups + rank_of(b.p)) % kLanes) * kStride",
+        "residual.h", "return base + i / kGroups * kStride",
+        "return base + (i / kGroups + rank_of(b.p)) % kCount * kStride",
     ),
+    "values of one lane twice": ("residual.h", "i / kGroups * kStride + at[i]", "0 * kStride + at[i]"),
     "a rank scores the first ids": ("block.h", "? b.lane : rank_of(b.p))", "? b.lane : 0)"),
     "a buffer that nobody looks into": (
         "residual.h", "to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes",

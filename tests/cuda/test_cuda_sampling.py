@@ -302,6 +302,8 @@ def test_prompt_logprobs_are_those_of_the_logits(backends, monkeypatch, at_once)
 
 # ---- planted faults ----
 
+WARPS = "b.in_warp < kWarps ? scratch[kCount"
+FIRST_WARP = ("exchange.h", WARPS, f"b.in_warp > 0 && {WARPS}")
 FAULTS = {
     "a cut one id late": ("cut.h", "target = by_count ? k :", "target = by_count ? k + 1 :",
                           "odd", SETTINGS["top_k"]),
@@ -327,6 +329,10 @@ FAULTS = {
                                      "odd", {"logprobs": 0}),
     "the rank of a tie": ("logprob.h", "rank_of(raw[id], id) > rank", "ordered(raw[id]) > rank >> 32", "ties",
                           {"logprobs": 0, "temperature": 500.0}),
+    "a block's counts without its first warp's": (*FIRST_WARP, "odd", {"top_k": 1, "temperature": 0.7}),
+    "a block's probabilities without its first warp's": (*FIRST_WARP, "odd", {"logprobs": 2}),
+    "candidates of half of the threads": ("threads.h", "mask = kThreads / 2", "mask = kThreads / 4", "odd",
+                                          {"temperature": 4.0}),
 }  # fmt: skip
 
 

@@ -18,7 +18,9 @@ REQUESTS = 10
 
 @pytest.fixture(scope="module")
 def made():
-    backend = FiberBackend(RandomWeights(f16_spec(vocab_size=100)), BackendOptions(num_slots=4, num_gpus=2), 2)
+    backend = FiberBackend(
+        RandomWeights(f16_spec(vocab_size=100)), BackendOptions(num_slots=4, num_gpus=2), 2
+    )
     backend.settle()
     return Soak(backend, requests_of(backend.spec.vocab_size, 60, (1, 5, 9), (4,)), 4)
 
@@ -34,7 +36,9 @@ def test_requests_of_every_kind_say_what_they_say_alone(made, monkeypatch):
     monkeypatch.setattr(rank_soak, "CANCELS", 0.5)
     found = soaked(made)
     assert found.holds, found.line("emulated")
-    assert found.requests >= REQUESTS and found.cancelled and found.yields and found.most_at_once > 2
+    assert (
+        found.requests >= REQUESTS and found.cancelled and found.yields and found.most_at_once > 2
+    )
     assert found.line("emulated").startswith("soak holds: emulated, ")
 
 

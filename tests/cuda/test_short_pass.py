@@ -105,7 +105,7 @@ def test_streams_are_the_references_and_equal_whoever_shares_the_pass(name):
         error = (ours - want).norm() / want.norm()
         assert error < {DType.BF16: 1.2e-2, DType.F16: 2e-3}[spec.dtype]
     cache.zero_(), streams.fill_(torch.nan)
-    together = made.write(prompts[::-1])
+    together = made.write(prompts[::-1], 0)
     assert together.tokens == 64
     made.queue(together, 1)
     for slot, (x, kv) in alone.items():

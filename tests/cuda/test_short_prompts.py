@@ -8,8 +8,10 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import backend as cuda_backend
+from kog_triton.backends.cuda import placing, staging
 from kog_triton.backends.cuda.short_pass import MOST_TOKENS, can_pass, workspace_bytes
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
+from kog_triton.backends.prefill.upload import upload
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType
@@ -83,6 +85,21 @@ def test_prompts_that_wait_share_a_pass_and_keep_their_bits(alone):
     assert backend.passes == [[3, 0, 2, 1]]
     for slot, (tokens, cache) in alone.items():
         assert said(mailbox, slot) == tokens and torch.equal(left(backend, slot), cache)
+    backend.close()
+
+
+@pytest.mark.parametrize(("room", "uploads"), [(staging.STAGED, 0), (64, 9)])
+def test_requests_that_were_admitted_together_lie_in_their_slots_without_an_upload(
+    alone, monkeypatch, room, uploads
+):
+    """Or, where that has no room for them, by an upload a part."""
+    told = []
+    monkeypatch.setattr(placing, "upload", lambda values, to: (told.append(1), upload(values, to)))
+    monkeypatch.setattr(staging, "STAGED", room)
+    backend = opened()
+    mailbox = served(backend, *(asked(slot) for slot in (2, 0, 1)))
+    assert len(told) == uploads
+    assert [said(mailbox, slot) for slot in (0, 1, 2)] == [alone[slot][0] for slot in (0, 1, 2)]
     backend.close()
 
 

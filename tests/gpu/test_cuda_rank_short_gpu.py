@@ -58,7 +58,9 @@ def alone(backend):
 def assert_as_alone(backend, alone, steps, slots):
     for slot in slots:
         assert steps[slot] == alone[slot][0]
-        assert all(torch.equal(a, b) for a, b in zip(left(backend, slot), alone[slot][1], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(left(backend, slot), alone[slot][1], strict=True)
+        )
 
 
 def test_a_pass_is_near_the_kernels_own_prompt(backend, alone):

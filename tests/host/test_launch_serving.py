@@ -87,6 +87,27 @@ def test_a_launch_is_expected_to_end_when_it_may(together, said, monkeypatch):
     assert [len(mailbox.read(slot, 0)) for slot in (0, 1)] == [2, 4]
 
 
+class InTurn(Kernel):
+    """The host sees a token of one request, then one of another."""
+
+    def step(self):
+        rest = dict(self._running)
+        slot = min(rest, key=self._made.__getitem__)
+        self._running = {slot: rest.pop(slot)}
+        super().step()
+        self._running = rest | self._running
+
+
+def test_a_launch_has_as_many_steps_as_one_of_its_requests_has_tokens(monkeypatch):
+    kernel, told, mailbox = InTurn(False), [], Mailbox()
+    monkeypatch.setattr(serving.Pace, "wait", lambda *_: kernel.step())
+    monkeypatch.setattr(serving.Share, "told", lambda self, seconds, tokens: told.append(tokens))
+    for slot in (0, 1):
+        mailbox.post(Request(slot, (1, 2), SamplingParams(temperature=0), 0, 4))
+    LaunchServing(kernel, mailbox, LaunchQueue()).run()
+    assert told == [4] and [len(mailbox.read(slot, 0)) for slot in (0, 1)] == [4, 4]
+
+
 def test_a_cancel_is_heard_before_the_token_behind_the_next_mask(monkeypatch):
     """However soon the kernel makes a token of the mask that it waited for."""
     kernel, mailbox = Kernel(True), Mailbox()

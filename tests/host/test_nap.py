@@ -57,6 +57,30 @@ def test_no_more_than_a_few_threads_look(clock):
     assert clock.naps > before
 
 
+def test_nobody_looks_while_many_wait_for_a_first_word(clock):
+    """Who looks already stops; behind its first word a request counts no more."""
+    inboxes = [Inbox() for _ in range(pace.MOST_NAPPING + 1)]
+    threads = [threading.Thread(target=inbox.read, args=(10.0,)) for inbox in inboxes]
+    for thread in threads:
+        thread.start()
+    while len(pace.first_words) < len(inboxes):
+        pass
+    before = clock.naps
+    pace.nap_until(lambda: False, 1e-4)
+    assert clock.naps == before
+    for inbox, thread in zip(inboxes, threads, strict=True):
+        inbox.push(Step(7))
+        thread.join()
+    assert not pace.first_words and inboxes[0]._begun
+    pace.nap_until(lambda: False, 1e-4)
+    assert clock.naps > before
+    thread = threading.Thread(target=inboxes[0].read, args=(10.0,))
+    thread.start()
+    inboxes[0].push(Step(8))
+    thread.join()
+    assert not pace.first_words
+
+
 def test_a_read_waits_no_longer_than_it_may():
     """Naps count; what comes while a reader naps is read."""
     inbox = Inbox()

@@ -97,12 +97,12 @@ class Device:
 
 
 class Timed(PromptRun):
-    """On such a device. `pieces`: seconds and work of each."""
+    """On such a device. `pieces`: seconds, work and perhaps the kind of each."""
 
     def __init__(self, device, pieces, rate, host_s=0.0):
         def queued(at_once):
-            for i, (seconds, work) in enumerate(pieces):
-                yield Piece(i, work)
+            for i, (seconds, *told) in enumerate(pieces):
+                yield Piece(i, *told)
                 device.queue(seconds, host_s)
 
         self.clock = device
@@ -138,6 +138,25 @@ def test_a_slice_is_as_long_as_its_work_was_said_to_be():
     assert device.busy == 10.5
 
 
+def test_pieces_take_what_others_of_their_kind_took():
+    """A slice of one kind behind slices of another one; pieces that ran at once tell of no kind."""
+    device, rate, slow, fast = Device(), Rate(), (2.0, 1.0, "slow"), (1.0, 1.0, "fast")
+    run = Timed(device, [slow, slow, fast, fast, *[slow] * 6, *[fast] * 12], rate)
+    filled = []
+    for seconds in (2.0, 6.0, 6.0, 6.0, 6.0, 6.0):
+        run.advance(seconds)
+        filled.append(run.filled)
+        device.wait(device.busy)
+    # nothing timed: a piece; then the fast ones are taken for as slow, and from then on for what they are
+    assert filled == [1, 4, 7, 10, 16, 22]
+    assert rate.of(Piece(0, 3.0, "slow")) == 6.0 and rate.of(Piece(0, 3.0, "fast")) == 3.0
+    other = Rate()
+    run = Timed(Device(), [slow, fast], other)
+    assert run.advance(math.inf, at_once=True)
+    run.wait()
+    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == 1.5
+
+
 def test_the_host_is_two_slices_ahead_and_no_more():
     device = Device()
     run = Timed(device, [(1.0, 1.0)] * 40, Rate())
@@ -169,16 +188,20 @@ MODELS = {
 
 
 def pieces_of(layers, token_s, key_s, count=30000, chunk=2048, wrong=1.0):
-    """Of each layer the attention between its products: seconds, and work in a unit of its own, that of
-    keys `wrong` by a factor."""
+    """Of each layer the attention between its products: seconds, work in a unit of its own, that of keys and of one
+    product `wrong` by a factor, and kind."""
     out = []
     for first in range(0, count, chunk):
         tokens = min(chunk, count - first)
         keys = tokens * (first + tokens / 2) * key_s
         products = [tokens * token_s * part for part in (0.15, 0.12, 0.49, 0.24)]
         calls = 2 if first + tokens > 8192 else 1
-        seen = [(keys / calls, 1e9 * wrong * keys / calls)] * calls
-        qkv, *rest = [(s, 1e9 * s) for s in products]
+        seen = [(keys / calls, 1e9 * wrong * keys / calls, "attention")] * calls
+        kinds = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        factors = (wrong, 1.0, 1.0, 1 / wrong)
+        qkv, *rest = [
+            (s, 1e9 * s * f, kind) for s, f, kind in zip(products, factors, kinds, strict=True)
+        ]
         out += [qkv, *seen, *rest] * layers
     return out
 
@@ -209,7 +232,7 @@ def test_a_long_prompt_beside_streams(model, others, wrong):
         device.host += 5e-5  # until it sees the end
         share.told(tokens * step, tokens)
         device.host += 2.5e-4
-    alone = sum(seconds for seconds, _ in pieces)
+    alone = sum(seconds for seconds, *_ in pieces)
     assert sorted(gaps)[int(len(gaps) * 0.99)] <= max(0.012, 3 * step)
     assert given / device.busy >= 0.3
     assert device.busy / alone <= 1.6
@@ -231,6 +254,16 @@ def test_others_get_a_third_of_the_time_and_no_long_gap(step):
     share.told(1.0, 0)  # a launch that was called off
     share.alone()
     assert share.slice_s(9.0) == pytest.approx(beside)
+
+
+def test_a_launch_that_something_held_up_makes_no_slice_longer():
+    share = Share()
+    for seconds in (0.0052, 0.0051, 0.0053):
+        share.told(seconds, 1)
+    right = share.slice_s(0.0)
+    share.alone()
+    share.told(0.0067, 1)
+    assert share.slice_s(1.0) == pytest.approx(right, rel=0.03)
 
 
 def test_a_slice_that_was_too_long_shortens_those_behind_it_and_is_forgotten():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kog_triton.backends.triton.host.narrow_tiles import pack_narrow_tiles
+from kog_triton.backends.triton.host.narrow_tiles import pack_narrow_tiles, unpack_narrow_tiles
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape, with_format
@@ -85,6 +85,9 @@ def test_tiles_hold_the_checkpoints_values_bit_for_bit(case):
             want = want[row_order(stage, stage.rows)]
         got = rows_of(t, packed, tiles.group)
         assert np.array_equal(got[: t.rows, : t.cols], want), stage.name
+        half = torch.from_numpy(want).to(torch.bfloat16)
+        unpacked = unpack_narrow_tiles(t, tiles.group, torch.from_numpy(packed), torch.bfloat16)
+        assert torch.equal(unpacked[0], half), stage.name
         assert not got[t.rows :].any() and not got[:, t.cols :].any()
 
 

@@ -113,3 +113,19 @@ def test_small_tiles_are_asked_for_several_at_a_time_and_large_ones_alone():
         for n in ("llama-3.2-1b", "qwen3-4b")
     }
     assert ahead == {"llama-3.2-1b": [1, 1, 1, 1, 1], "qwen3-4b": [2, 4, 4, 5, 2]}
+
+
+def test_layers_whose_matrices_are_nearly_a_tile_have_half_tiles():
+    """Of a model whose blocks read 60 KB of a matrix; not of one with 37, 56 and more zeros then, or 232."""
+    largest = {
+        name: max(
+            s.tile_rows * max(s.widths) * 4 // 1024
+            for s in lower_tiles(build(named_shape(name)), 128, 4096).stages
+        )
+        for name in ("qwen3-0.6b", "llama-3.2-1b")
+    }
+    assert largest == {"qwen3-0.6b": 32, "llama-3.2-1b": 64}
+    for name in ("smollm2-360m", "qwen2.5-0.5b"):
+        schedule = build(named_shape(name))
+        best = lower_tiles(schedule, 128, 4096, tile_bytes=64 * 1024)
+        assert lower_tiles(schedule, 128, 4096) == best

@@ -28,7 +28,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.triton import lower_tiles
 
 TARGETS = (
-    "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950",
+    "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100",
 )  # fmt: skip
 # Triton's names of the pointers' types; HALVES have the model's own 16-bit type.
 FLOATS = ("gains", "biases", "qk_gains", "rope", "bias", "logits", "chunk")
@@ -60,8 +60,12 @@ def compile_report(spec: ModelSpec, target: str, **sizes: Any) -> CompileReport:
     amd = target.startswith("gfx")
     registers, spilled, instructions = (_read_amd if amd else _read_nvidia)(compiled.asm)
     shared, ttgir = compiled.metadata.shared, compiled.asm["ttgir"]
-    threads = num_warps * (64 if amd else 32)
+    threads = num_warps * warp_size(target)
     return CompileReport(target, threads, registers, spilled, shared, instructions, ttgir)
+
+
+def warp_size(target: str) -> int:
+    return 64 if target.startswith("gfx9") else 32
 
 
 def compile_kernel(
@@ -110,7 +114,7 @@ def compile_kernel(
     machine = (
         GPUTarget("cuda", int(target[3:]), 32)
         if vendor == "nvidia"
-        else GPUTarget("hip", target, 64)
+        else GPUTarget("hip", target, warp_size(target))
     )
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: machine))
     num_warps = tiles.sizes.warps

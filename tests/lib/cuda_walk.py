@@ -42,6 +42,7 @@ FLAGS = {
     "stage.cu": ("-O1", "-DSTAGE"),
     "columns.cu": ("-O1", "-DCOLUMNS"),
     "head_steps.cu": ("-O1", "-DHEAD_STEPS"),
+    "head_step.cu": ("-O1", "-DHEAD_STEP"),
 }
 
 
@@ -293,6 +294,7 @@ class ColumnBackend(FiberBackend):
             if not self.columns.ready(count):
                 self.settle()
                 assert self.columns.ready(count), f"no kernel of {count} columns"
+        self.first_tokens.begin()
         self.settle()
 
 

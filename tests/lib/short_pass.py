@@ -21,6 +21,7 @@ BETWEEN = {  # entry: the call's name in C++, threads, shared bytes of so many t
     "kog_heads": ("Heads", lay.HEAD_THREADS, lambda tokens: 256),
     "kog_attend": ("Attend", lay.ATTEND_THREADS, lay.attend_bytes),
     "kog_gate": ("Gate", lay.GATE_THREADS, lambda tokens: 256),
+    "kog_place": ("Place", lay.PLACE_THREADS, lambda tokens: 256),
 }
 MOST = 1_000_000
 PASS_ROUNDS = 3000  # that a pass waits for another rank

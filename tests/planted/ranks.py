@@ -131,8 +131,8 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/ranks.py",
-        "RankOutputs(self._exchange, rank)",
-        "RankOutputs(self._exchange, 0)",
+        "RankOutputs(self, rank)",
+        "RankOutputs(self, 0)",
         "host/test_rank_prefill.py",
         "ranks send their outputs to one place",
     ),

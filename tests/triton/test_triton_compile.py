@@ -114,13 +114,13 @@ def check_polls(report: CompileReport, asked: int = 1) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_tiny_model_compiles_for_every_target(target, reports_of, compiler):
     (report,) = reports_of(target, "tiny")
-    assert report.num_threads == 256
+    assert report.num_threads == (128 if target.startswith("gfx11") else 256)
     check_polls(report)
     assert report.spilled_bytes <= SPILLED
     assert report.registers <= (512 if target.startswith("gfx") else 255)
     assert report.shared_bytes <= 48 * 1024
     if target.startswith("gfx"):
-        coherent = r".*_load_dword(x[234])? (sc0 sc1|glc|sc1)"
+        coherent = r".*_load_(dword(x[234])?|b(32|64|128)) (sc0 sc1|glc|sc1)"
         assert report.count(coherent) >= 12
         assert report.count(r"s_waitcnt") > 0
     else:
@@ -130,10 +130,11 @@ def test_a_tiny_model_compiles_for_every_target(target, reports_of, compiler):
 def test_llama_on_hopper(reports_of, compiler):
     """Hardly any stack or barriers, weights in 128-bit loads that are evicted first, polls past the L1.
 
-    A wait has one reduction, which also tells the block that its time is up: a vote beside it took 44 barriers more.
+    A wait asks by a barrier that reduces, in one for whether words are missing and, seldom, for whether time is up.
     """
     (report,) = reports_of("sm_90", "llama-3.2-1b")
     check_polls(report)
+    assert report.count(r"BAR\.RED\.OR.*") >= 10
     assert report.spilled_bytes <= 64
     assert report.count(r"BAR.*") <= (150 if PINNED else 160)
     assert report.registers <= 255
@@ -279,7 +280,7 @@ def test_prompts_in_chunks_with_all_sampling_rules(
 def check_chunks(report: CompileReport) -> None:
     """Vectors and weights meet on matrix units, on NVIDIA out of a pipeline in shared memory."""
     if report.target.startswith("gfx"):
-        assert report.count(r"v_mfma.*") > 0
+        assert report.count(r"v_mfma.*|v_wmma.*") > 0
         assert report.registers <= 512 and report.shared_bytes <= 64 * 1024
     else:
         assert report.count(r"HMMA.*|HGMMA.*") > 0 and report.count(r"LDGSTS.*") > 0

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton.kernel import attention, matvec
+from kog_triton.backends.triton.kernel import attention, matvec, residual
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import triton as tiles
 from kog_triton.schedule.topology import SIZES
@@ -203,7 +203,7 @@ FAULTS = {
         "attention", "a * cos - b * sin", "a * cos + b * sin", "llama",
     ),
     "gate and up are swapped": Fault(
-        "layer", "row // 2, silu(gate) * up", "row // 2, silu(up) * gate",
+        "layer", "value = silu(gate) * up", "value = silu(up) * gate",
         "qwen3",
     ),
     "the window is one position short": Fault(
@@ -241,14 +241,17 @@ FAULTS = {
         "matvec", "        y += rest\n", "        y += rest * 0.0\n", "a width below a line",
     ),
     "the norm sums the widest tiles alone": Fault(
-        "residual", "total += sum_of_squares(x, S, run)", "total += 0.0", "widths",
+        "residual", "rest += tl.sum(more)", "rest += 0.0", "widths",
     ),
     "a wait tests its widest words alone": Fault(
-        "words", "state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))", "state = state", "widths",
+        "sync", "found = tl.maximum(found, tl.max(xs[i]))", "found = found", "widths",
     ),
     "rows of units are interleaved": Fault(
         "residual", "tl.reshape(tl.trans(both), (2 * LENGTH,))", "tl.reshape(both, (2 * LENGTH,))",
         "lanes, own then late",
+    ),
+    "the values of an output's pair are swapped": Fault(
+        "residual", "even, odd = unpack_pair(ws[c], phase, S)", "odd, even = unpack_pair(ws[c], phase, S)", "qwen2",
     ),
     "a lane hears itself twice": Fault(
         "residual", "tl.sum(tl.where(others,", "tl.sum(tl.where(mask,", "lanes, own then late",
@@ -261,6 +264,21 @@ def test_planted_faults_are_seen(name, monkeypatch, tmp_path):
     fault = FAULTS[name]
     plant(monkeypatch, tmp_path, fault.module, fault.before, fault.after)
     assert is_red(CASES[fault.case], fault.memory, monkeypatch)
+
+
+def test_squares_of_two_shapes_that_share_a_sum_are_all_in_it(monkeypatch, tmp_path):
+    """As in rows of 1,536 values: here tensors of 128 and 16 words meet in sums of 16 threads."""
+    monkeypatch.setattr(residual, "POLLED", tl.constexpr(16))
+    assert error_of(CASES["widths"], logits_of(CASES["widths"], 0, "sc", monkeypatch)) < 1
+    plant(
+        monkeypatch,
+        tmp_path,
+        "residual",
+        "            total += more\n",
+        "            total += more * 0.0\n",
+    )
+    monkeypatch.setattr(sys.modules["planted_residual"], "POLLED", tl.constexpr(16))
+    assert is_red(CASES["widths"], "sc", monkeypatch)
 
 
 def test_a_ring_of_late_outputs_that_is_too_short_is_seen(monkeypatch):

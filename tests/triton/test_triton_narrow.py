@@ -13,6 +13,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
+from kog_triton.schedule.triton_codes import TileCodes
 from tests.lib.narrow_stages import STAGES
 from tests.lib.triton_cases import GREEDY, InterpretedBackend
 from tests.lib.triton_narrow import CASES, assert_near, weights_of
@@ -32,10 +33,12 @@ def test_stages_compute_what_the_unpacked_values_say(case):
         assert_near(ours, reference, stage)
 
 
-def test_requests_take_turns_and_prompts_go_a_token_at_a_time():
-    """Though one is long enough for a pass of many tokens, which narrow weights have no kernel of."""
+@pytest.mark.parametrize("prefill", ["kernel", pytest.param("library", marks=pytest.mark.slow)])
+def test_requests_take_turns_whose_prompts_go_a_token_at_a_time_or_by_the_library(prefill):
+    """Though one is long enough for the kernel's pass of many tokens, which narrow weights have none of."""
     weights = weights_of("int4 g32")
-    backend = InterpretedBackend(weights, BackendOptions(num_slots=2, max_context=32))
+    options = BackendOptions(num_slots=2, max_context=32, prefill=prefill)
+    backend = InterpretedBackend(weights, options)
     prompts = [tuple(range(5, 5 + CHUNKS_FROM.value + 2)), (7, 9)]
     requests = [Request(i, p, GREEDY, seed=0, max_tokens=2) for i, p in enumerate(prompts)]
     mailbox = Mailbox()
@@ -48,3 +51,23 @@ def test_requests_take_turns_and_prompts_go_a_token_at_a_time():
         said = [*request.prompt, *(step.token for step in steps)]
         logits = backend.forward_logits(said[:-1])
         assert logits[len(request.prompt) - 1 :].argmax(-1).tolist() == said[-2:]
+
+
+FAULTS = {
+    "codes less 7": ("zero", property(lambda codes: 7.0)),
+    "the last codes of a word as the first": (
+        "place",
+        lambda codes, number: PLACE(codes, number % 4),
+    ),
+}
+PLACE = TileCodes.place
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    weights = weights_of("int4 g32")
+    ours = InterpretedBackend(weights, BackendOptions())
+    reference = ReferenceBackend(weights, BackendOptions())
+    monkeypatch.setattr(TileCodes, *FAULTS[fault])
+    with pytest.raises(AssertionError):
+        assert_near(ours, reference, "o_proj")

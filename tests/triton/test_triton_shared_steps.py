@@ -359,9 +359,10 @@ FAULTS = {
         "        heard, alive = gather(number + 2, control, layer, alive, block, p, S)\n",
         "        number -= 0\n",
     ),
-    "the sums of a column are another's": (
-        "        sums, rests = sums[1:] + sums[:1], rests[1:] + rests[:1]\n    return stream, alive",
-        "        sums, rests = sums, rests\n    return stream, alive",
+    "the rows of columns are interleaved": (
+        "return tl.reshape(tl.trans(y), (COLUMNS * ROWS,))",
+        "return tl.reshape(y, (COLUMNS * ROWS,))",
+        "matvec",
     ),
     "a column is normed as the first one": (
         "mine = at_column(p, own, S)",
@@ -381,7 +382,8 @@ SLOWER = list(FAULTS)[4:]
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOWER else n for n in FAULTS]
 )
 def test_planted_faults_are_seen(name, monkeypatch, tmp_path):
-    plant(monkeypatch, tmp_path, "shared_step", *FAULTS[name])
+    before, after, *module = FAULTS[name]
+    plant(monkeypatch, tmp_path, (module or ["shared_step"])[0], before, after)
     assert is_red()
 
 

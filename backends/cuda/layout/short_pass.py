@@ -2,6 +2,7 @@
 products they stand between, and how their K is cut."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,10 @@ HEAD_THREADS, MOST_HEAD_DIM = 128, 256
 ATTEND_THREADS, QUERIES = 128, 16
 GATE_THREADS = 256
 MOST_RANKS = 8
+
+Queue = Callable[[int], None]  # puts a launch on a stream
+# Makes a launch ready: of a pass of so many tokens a function by name, with blocks, threads, shared bytes and argument.
+Ready = Callable[[ProductKernel, str, int, int, ctypes.Structure], Queue]
 
 P, I64, INT, FLOAT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
@@ -104,6 +109,16 @@ class GateCall(ctypes.Structure):
     )
 
 
+class PlaceCall(ctypes.Structure):
+    """`words`: PLACE_HEAD words of which the first is the number of pieces, the pieces, and what they bring."""
+
+    _fields_ = (("words", P),)
+
+
+PLACE_BLOCKS, PLACE_THREADS, PLACE_HEAD = 24, 128, 4
+# `count` words from word `from` of the call's on, to an address.
+piece_type = np.dtype([("to", "<u8"), ("from", "<i4"), ("count", "<i4")])
+
 CALLS = {
     "Join": JoinCall,
     "Send": SendCall,
@@ -111,6 +126,7 @@ CALLS = {
     "Heads": HeadsCall,
     "Attend": AttendCall,
     "Gate": GateCall,
+    "Place": PlaceCall,
 }
 
 # Of a pass of so many tokens at most: tiles of 128 rows, K in stages of 64.

@@ -99,9 +99,9 @@ class PrefillPass:
         cache: Tensor,
         head: "ToHead | None" = None,
         told: "Told | None" = None,
-    ) -> Iterator[float]:
+    ) -> Iterator["Work"]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
-        attention after the other: gives first how long the next one will take, as a shard's multiply-adds.
+        attention after the other: gives first what the next one is.
 
         cache  [layers, S, K, 2, positions, d]; positions before `first` must be filled
         told   says to the device where the tokens stand; `first` says it to the host alone
@@ -113,9 +113,10 @@ class PrefillPass:
         bounds = {} if told else {w: self._bounds(first, end, w) for w in set(spec.windows)}
         delayed: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "mlp": []}
         o = x  # until a module has put something out
-        (qkv, outputs, mlp), tokens = self._multiply_adds, len(ids) + PASS_TOKENS
+        (qkv, outputs, mlp), rows = self._multiply_adds, len(ids)
+        tokens = rows + PASS_TOKENS
         for index, (w, window) in enumerate(zip(self.layers, spec.windows, strict=True)):
-            yield tokens * qkv
+            yield Work("qkv_proj", tokens * qkv, rows)
             if index == 0:
                 y = self._norm(x, w.attention_norm)
             else:
@@ -126,35 +127,36 @@ class PrefillPass:
             if last and head is None:
                 break
             if told is not None:
-                yield len(ids) * end * self._seen
+                yield Work("told", rows * end * self._seen, rows)
                 a = told.attend(q, cache[index], window)
             else:
                 start, mask = bounds[window]
                 parts = []
-                for rows in rows_at_once(first, end):
-                    seen = first + rows.stop - start
-                    yield (rows.stop - rows.start) * seen * self._seen
+                for part in rows_at_once(first, end):
+                    seen, count = first + part.stop - start, part.stop - part.start
+                    yield Work("attention", count * (seen - count / 2) * self._seen, count)
                     kv = cache[index, :, :, :, start : start + seen]
-                    masked = None if mask is None else mask[rows, :seen]
-                    parts.append(attend(q[:, :, rows], kv, masked))
+                    masked = None if mask is None else mask[part, :seen]
+                    parts.append(attend(q[:, :, part], kv, masked))
                 a = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             if last and head is not None:
-                tokens, x, a = 1 + PASS_TOKENS, head.of(x), head.of(a)
+                rows, x, a = 1, head.of(x), head.of(a)
+                tokens = rows + PASS_TOKENS
                 delayed = {
                     module: [(head.of(own), head.of(every)) for own, every in late]
                     for module, late in delayed.items()
                 }
-            yield tokens * outputs
+            yield Work("o_proj", tokens * outputs, rows)
             o = self._outputs.send(self.matrices.product(index, "o_proj", a, w.o_bias))
-            yield tokens * 2 * mlp
+            yield Work("gate_up_proj", tokens * 2 * mlp, rows)
             how = spec.reduce_attention[index]
             y = self._joined(x, o, how, delayed["attention"], w.mlp_norm)
             h = self.matrices.product(index, "gate_up_proj", y, w.gate_up_bias)
-            yield tokens * mlp
+            yield Work("down_proj", tokens * mlp, rows)
             h = self._gated(h)
             o = self._outputs.send(self.matrices.product(index, "down_proj", h, w.down_bias))
         if head is not None:
-            yield 1.0  # as good as nothing
+            yield Work("head", 1.0, 1)  # as good as nothing
             self._join(x, o, spec.reduce_mlp[-1], delayed["mlp"])
             head.streams.copy_(x[:, 0])
 
@@ -242,6 +244,14 @@ class PrefillPass:
         window = window or end
         start = max(0, first + 1 - window)
         return start, band(first, end, start, window, self.dtype, self.embed.device)
+
+
+class Work(NamedTuple):
+    """A product or an attention, with what is queued around it: its kind, a shard's multiply-adds, and its tokens."""
+
+    kind: str
+    amount: float
+    rows: int
 
 
 class Told(Protocol):

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.compile_log import told_if_slow
 from kog_triton.backends.mailbox import Request
-from kog_triton.backends.prefill.forward import PrefillPass, ToHead
+from kog_triton.backends.prefill.forward import PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
 from kog_triton.backends.prefill.suffixes import SIZES, Suffixes, reads_suffixes, size_of
@@ -244,7 +244,7 @@ class LibraryPrefill:
             self._graphs.replay(wanted)
         else:
             for work in suffixes.pieces(ids, first, row):
-                yield Piece(first, work)
+                yield piece_of(first, work)
 
     def _chunks(
         self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None
@@ -256,7 +256,7 @@ class LibraryPrefill:
             head = ToHead(streams, last) if ends and streams is not None else None
             at = first + part.start
             for work in self._pass.layers_of(there[part], at, cache, head):
-                yield Piece(at, work)
+                yield piece_of(at, work)
 
     @property
     def layers(self) -> Sequence[LayerWeights]:
@@ -288,7 +288,7 @@ class LibraryPrefill:
             scratch = self._scratch[..., :size, :]
             ids = self._words[1 : 1 + size]
             for work in self._pass.layers_of(ids, 0, scratch, self._head):
-                yield Piece(0, work)
+                yield piece_of(0, work)
         cache[..., :count, :].copy_(self._scratch[..., :count, :])
 
     # ---- graphs ----
@@ -347,6 +347,10 @@ def upload_chunks(
     return words[1:], words[:1]
 
 
+def piece_of(filled: int, work: Work) -> Piece:
+    return Piece(filled, work.amount, work.kind, work.rows)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -383,11 +387,12 @@ def check_cache(cache: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None
         )
 
 
-def check_prompt(ids: Tensor, first: int, room: int, vocab: int) -> None:
+def check_prompt(ids: Tensor | Sequence[int], first: int, room: int, vocab: int) -> None:
     """RequestError for tokens that do not fit positions [first, room), or are none of the model's."""
     end = first + len(ids)
     if first < 0 or end > room:
         raise RequestError(f"positions {first} to {end - 1} do not fit a cache of {room}")
-    for token in (int(ids.min()), int(ids.max())):
+    least, most = (ids.min(), ids.max()) if isinstance(ids, Tensor) else (min(ids), max(ids))
+    for token in (int(least), int(most)):
         if not 0 <= token < vocab:
             raise RequestError(f"token id {token} is outside the vocabulary of {vocab}")

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from kog_triton.backends import WeightSource
-from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead
+from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.library import (
     CHUNK,
     check_cache,
@@ -26,6 +26,7 @@ from kog_triton.backends.prefill.library import (
     fuses,
     on_device,
     pass_settings,
+    piece_of,
     upload_chunks,
 )
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
@@ -165,7 +166,7 @@ class Bucketed:
         padded = torch.cat([torch.tensor([count - 1]), ids, ids[-1:].expand(size - count)])
         upload(padded, self.words[: 1 + size])
 
-    def layers_of(self, size: int) -> Iterator[float]:
+    def layers_of(self, size: int) -> Iterator[Work]:
         cache = self._cache[..., :size, :]
         return self.walk.layers_of(self.words[1 : 1 + size], 0, cache, self._head)
 
@@ -288,12 +289,7 @@ class RankPrefill:
                 ends = part is parts[-1] and streams is not None
                 head = ToHead(streams[rank], last) if ends and streams is not None else None
                 runs.append(walk.layers_of(tokens[part], at, caches[rank], head))
-            try:
-                self._exchange.begin()
-                yield from (Piece(at, work) for work in self._together(runs))
-                self._exchange.end()
-            finally:  # called off, too
-                self._exchange.clear()
+            yield from (piece_of(at, work) for work in self._whole(runs))
         self._ran = True
 
     # ---- buckets ----
@@ -308,18 +304,15 @@ class RankPrefill:
     ) -> Iterator[Piece]:
         for held in self._buckets:
             held.write(ids, size)
-        try:
+        if size in self._graphs and (at_once or size <= UNCUT):
             self._exchange.begin()
-            if size in self._graphs and (at_once or size <= UNCUT):
-                for walk, graph in zip(self._passes, self._graphs[size], strict=True):
-                    with on_device(walk.device):
-                        graph.replay()
-            else:
-                runs = [held.layers_of(size) for held in self._buckets]
-                yield from (Piece(0, work) for work in self._together(runs))
+            for walk, graph in zip(self._passes, self._graphs[size], strict=True):
+                with on_device(walk.device):
+                    graph.replay()
             self._exchange.end()
-        finally:
-            self._exchange.clear()
+        else:
+            runs = [held.layers_of(size) for held in self._buckets]
+            yield from (piece_of(0, work) for work in self._whole(runs))
         for rank, held in enumerate(self._buckets):
             with on_device(held.walk.device):
                 held.read(len(ids), caches[rank], None if streams is None else streams[rank])
@@ -327,11 +320,8 @@ class RankPrefill:
 
     def _pad(self, size: int) -> None:
         """A pass of whatever tokens there are, to its end."""
-        self._exchange.begin()
-        for _ in self._together([held.layers_of(size) for held in self._buckets]):
+        for _ in self._whole([held.layers_of(size) for held in self._buckets]):
             pass
-        self._exchange.end()
-        self._exchange.clear()
         self._ran = True
 
     def _capture(self, size: int) -> None:
@@ -356,7 +346,16 @@ class RankPrefill:
         self._exchange.end()
         self._graphs[size] = graphs
 
-    def _together(self, runs: Sequence[Iterator[float]]) -> Iterator[float]:
+    def _whole(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
+        """A pass of all ranks with what goes between them, from the first exchange to the last."""
+        try:
+            self._exchange.begin()
+            yield from self._together(runs)
+            self._exchange.end()
+        finally:  # called off, too
+            self._exchange.clear()
+
+    def _together(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
         """A piece of each rank, then what all put out to all, then the next piece."""
         while True:
             works = []
@@ -385,7 +384,6 @@ class RankPrefill:
                 self._capture(size)
         except torch.OutOfMemoryError as error:
             self._to_capture.clear()
-            self._exchange.clear()
             log.warning(
                 "no graphs of prompts of up to %d tokens on several GPUs: %s",
                 size,

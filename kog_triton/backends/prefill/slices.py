@@ -2,13 +2,14 @@
 
 A slice is some pieces of one chunk of tokens or of several: products and attentions. Which tokens a chunk has is a
 function of their positions, so that the slices of a prompt, however long, leave the same bits. How long a piece will
-take is told by its work and by what slices before it took: the host queues a slice at once and waits for none of its
-pieces, so that what comes behind it is queued before it has ended.
+take is told by its work and by what pieces of its kind took in slices before: a layer's are those of the layer before.
+The host queues a slice at once and waits for none of its pieces, so that what comes behind it is queued before it has
+ended.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -25,32 +26,72 @@ class Piece(NamedTuple):
     """What is queued next.
 
     filled  positions whose keys and values are there for what is queued behind all pieces before
-    work    of the device, in a unit of which pieces take the same time
+    work    of the device, in a unit of which pieces of a kind take the same time, and others about that
+    kind    by which pieces are alike
+    rows    how many tokens it has: pieces of a kind that have as many are more alike than others
     """
 
     filled: int
     work: float
+    kind: str = ""
+    rows: int = 0
 
 
 class Rate:
-    """Seconds of a unit of work on one device; 0 until a slice was timed."""
+    """Seconds of a unit of work on one device, as slices took it: of pieces of a kind with so many rows, of a kind, and
+    of any, 0 until a slice was timed."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._known: dict[tuple[object, ...], float] = {}
 
-    def told(self, seconds: float, work: float) -> None:
-        """What a slice took. Halfway to it: one that something else held up does not count for all."""
-        now = seconds / work
-        self.seconds = (self.seconds + now) / 2 if self.seconds else now
+    @property
+    def seconds(self) -> float:
+        return self._known.get((), 0.0)
+
+    def told(self, pieces: Iterable[tuple[Piece | None, float, float]]) -> None:
+        """Pieces of a slice, their work and seconds; None: several that were not timed apart."""
+        sums: dict[tuple[object, ...], tuple[float, float]] = {}
+        for piece, work, seconds in pieces:
+            alike: list[tuple[object, ...]] = [()]
+            if piece is not None:
+                alike += [(piece.kind,), (piece.kind, piece.rows)]
+            for like in alike:
+                before, done = sums.get(like, (0.0, 0.0))
+                sums[like] = before + seconds, done + work
+        for like, (seconds, work) in sums.items():
+            if work:  # a graph has none
+                now = seconds / work
+                # Halfway: a slice that something else held up does not count for all.
+                self._known[like] = (self._known.get(like, now) + now) / 2
+
+    def of(self, piece: Piece) -> float:
+        """Seconds that it will take, by those that were most alike."""
+        known = self._known
+        like = (piece.kind, piece.rows)
+        return piece.work * (known.get(like) or known.get((piece.kind,)) or self.seconds)
+
+
+class Span(NamedTuple):
+    """Some of a slice, to a mark of its stream: a piece, or None: several."""
+
+    piece: Piece | None
+    work: float
+    ended: Any
 
 
 class Timed(NamedTuple):
-    """A slice on its way, between two marks of its stream; `others` are those of its ends on other GPUs."""
+    """A slice on its way, between marks of its stream; `others` are those of its ends on other GPUs.
+
+    begun  None: nobody asks how long it takes
+    """
 
     begun: Any
-    ended: Any
-    work: float
+    spans: Sequence[Span]
     others: Sequence[Any]
+
+    @property
+    def ended(self) -> Any:
+        return self.spans[-1].ended
 
 
 class PromptRun:
@@ -66,6 +107,7 @@ class PromptRun:
     meets       they wait for each other meanwhile: nothing of another engine is to come between
     """
 
+    is_timed = True  # by class: how long its slices take is of use
     meets = False
 
     def __init__(
@@ -94,21 +136,27 @@ class PromptRun:
     def advance(self, seconds: float, at_once: bool = False) -> bool:
         """Queue pieces for no more than so many seconds of the device, one at least; whether the last one is queued.
 
-        Waits for the slice before this one, so that no more than two are on their way.
+        Waits for the slice before this one, so that no more than two are on their way. Pieces `at_once` are not timed
+        apart: a mark between two launches keeps the second from starting early.
         """
         if self._before is not None and self._reached(self._before.ended):
             self.wait()
         with self._settings():
-            begun, work = self._mark(), 0.0
+            begun = self._mark() if self.is_timed else None
+            spans, work, told = [], 0.0, 0.0
             if self._pieces is None:
                 self._pieces = self._begin(at_once)
                 self._next = next(self._pieces, None)
-            while self._next is not None and self._fits(work, self._next.work, seconds):
-                work += self._next.work
+            while (piece := self._next) is not None and self._fits(work, told, piece, seconds):
+                work, told = work + piece.work, told + self._rate.of(piece)
                 self._next = next(self._pieces, None)
+                if not at_once:
+                    spans.append(Span(piece, piece.work, self._mark()))
+            if not spans:
+                spans.append(Span(None, work, self._mark()))
             self.filled = self.end if self._next is None else self._next.filled
             others = [torch.cuda.current_stream(d).record_event() for d in self._others]
-            queued = Timed(begun, self._mark(), work, others)
+            queued = Timed(begun, spans, others)
         self.wait()
         self._before = queued
         return self._next is None
@@ -120,15 +168,19 @@ class PromptRun:
             wait_for(lambda: self._reached(timed.ended), SLICE, self._device)
             for device, end in zip(self._others, timed.others, strict=True):
                 wait_for(end.query, SLICE, device)
-            seconds = self._seconds(timed.begun, timed.ended)
-            if timed.work:  # a graph has none
-                self._rate.told(seconds, timed.work)
+            begins = [timed.begun, *(span.ended for span in timed.spans)]
+            if self.is_timed:
+                self._rate.told(
+                    (span.piece, span.work, self._seconds(begun, span.ended))
+                    for begun, span in zip(begins, timed.spans, strict=False)
+                )
 
-    def _fits(self, work: float, more: float, seconds: float) -> bool:
-        """Of a slice whose pieces have so much work, one more. While nothing was timed a slice is a piece."""
+    def _fits(self, work: float, told: float, piece: Piece, seconds: float) -> bool:
+        """One more, of a slice whose pieces have so much work and will take `told` seconds. While nothing was timed a
+        slice is a piece."""
         if not work or seconds == math.inf:
             return True
-        return self._rate.seconds > 0 and (work + more) * self._rate.seconds <= seconds
+        return self._rate.seconds > 0 and told + self._rate.of(piece) <= seconds
 
     def _mark(self) -> Any:
         """A point of the current stream; on a CPU, where nothing is queued, a time."""

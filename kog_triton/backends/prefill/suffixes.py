@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kog_triton.backends.prefill.forward import PrefillPass, ToHead, aligns_ends
+from kog_triton.backends.prefill.forward import PrefillPass, ToHead, Work, aligns_ends
 from kog_triton.backends.prefill.upload import upload
 
 Tensor = torch.Tensor
@@ -145,7 +145,7 @@ class Suffixes:
         """The part of the multiprocessors that attention leaves idle."""
         return max(0.0, 1 - -(-count // TILE) * self._heads / self._blocks)
 
-    def pieces(self, ids: Tensor, first: int, row: int) -> Iterator[float]:
+    def pieces(self, ids: Tensor, first: int, row: int) -> Iterator[Work]:
         """Queue a suffix product by product, as forward.PrefillPass.layers_of."""
         words = torch.empty(IDS + size_of(len(ids)), dtype=torch.int64, device=self._words.device)
         suffix = self._told(words)
@@ -169,7 +169,7 @@ class Suffixes:
     def nbytes(self) -> int:
         return self._words.nbytes
 
-    def _layers(self, suffix: SuffixWords, first: int) -> Iterator[float]:
+    def _layers(self, suffix: SuffixWords, first: int) -> Iterator[Work]:
         head = None if self._streams is None else ToHead(self._streams, suffix.last)
         return self._pass.layers_of(suffix.ids, first, self._slots[0], head, suffix)
 

@@ -1,6 +1,6 @@
 // The blocks of a kernel as fibers: where a GPU thread begins and ends, and in what order the warps of
 // a block run. The generated header is included first; STAGE makes it the kernel of one stage,
-// COLUMNS that of several requests a step, HEAD_STEPS that of first tokens; PASS names a source of a prompt's pass, whose
+// COLUMNS that of several requests a step, HEAD_STEPS and HEAD_STEP those of first tokens; PASS names a source of a prompt's pass, whose
 // function ENTRY takes a CALL in blocks of THREADS with SHARED bytes.
 #pragma once
 #include GENERATED
@@ -9,6 +9,9 @@
 #include PASS
 #elif defined(STAGE)
 #include <kog/stage_roles.h>
+#elif defined(HEAD_STEP)
+#include <kog/columns/head_step.h>
+#include <kog/roles.h>
 #elif defined(COLUMNS)
 #include <kog/columns/decode.h>
 #include <kog/roles.h>
@@ -32,7 +35,9 @@ using Argument = StageCall;
 #else
 using Argument = Pointers;
 #endif
-#ifdef COLUMNS
+#ifdef HEAD_STEP
+namespace walk = kog::columns::head_step;
+#elif defined(COLUMNS)
 namespace walk = kog::columns;
 #elif defined(HEAD_STEPS)
 namespace walk = kog::head_steps;

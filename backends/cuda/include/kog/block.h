@@ -1,7 +1,7 @@
 // What one block knows: where it stands in its lane, its shared memory, its patience. The generated
 // header declares what host and kernel tell each other: Pointers, Request, Mailbox, Outcome.
 #pragma once
-#include <kog/ptx.h>
+#include <kog/threads.h>
 
 namespace kog {
 

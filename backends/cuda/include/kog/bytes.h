@@ -39,22 +39,6 @@ KOG_DEVICE u32 largest_of(const float (&v)[N]) {
   for (int i = 0; i < N; i++) most = larger_magnitude(most, v[i]);
   return bits_of(most);
 }
-// Of kThreads threads side by side.
-template <int kThreads>
-KOG_DEVICE u32 largest_of_threads(u32 v) {
-#pragma unroll
-  for (int mask = 1; mask < kThreads; mask <<= 1) {
-    u32 other = shuffle_xor(v, mask);
-    v = other > v ? other : v;
-  }
-  return v;
-}
-template <int kThreads>
-KOG_DEVICE u32 sum_of_threads(u32 v) {
-#pragma unroll
-  for (int mask = 1; mask < kThreads; mask <<= 1) v += shuffle_xor(v, mask);
-  return v;
-}
 
 // Four values side by side as bytes.
 struct FourBytes {

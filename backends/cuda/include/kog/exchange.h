@@ -13,15 +13,26 @@ KOG_DEVICE u64 exchange_number(int heads, int n) {
   return (static_cast<u64>(heads) * kExchanges + n + 1) << 32;
 }
 
-KOG_DEVICE u64 sum_of_warp(u64 v) {
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) v += shuffle_xor(v, mask);
-  return v;
-}
+KOG_DEVICE u64 sum_of_warp(u64 v) { return sum_of_threads(v); }
 KOG_DEVICE u64 largest_of_warp(u64 v) {
   u32 high = largest_of_warp(static_cast<u32>(v >> 32));
   u32 low = largest_of_warp(static_cast<u32>(v >> 32) == high ? static_cast<u32>(v) : 0);
   return static_cast<u64>(high) << 32 | low;
+}
+
+// The sums over the block's threads of kCount numbers, to its first thread. `scratch` holds as many a warp.
+template <int kCount>
+KOG_DEVICE void sum_over_block(const Block& b, u64 (&sums)[kCount], u64* scratch) {
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    sums[i] = sum_of_warp(sums[i]);
+    if (b.in_warp == 0) scratch[kCount * b.warp + i] = sums[i];
+  }
+  sync_consumers();
+  if (b.warp != 0) return;
+#pragma unroll
+  for (int i = 0; i < kCount; i++)
+    sums[i] = sum_of_warp(b.in_warp < kWarps ? scratch[kCount * b.in_warp + i] : 0);
 }
 
 // The largest raw and edited logits of all ids, known to all blocks. A raw logit that is not finite

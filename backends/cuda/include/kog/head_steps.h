@@ -30,14 +30,7 @@ KOG_DEVICE void consume(Block& b) {
   run_steps(b, steps);
 }
 
-// The head's part of the block's stream, again for each request.
-KOG_DEVICE void produce(Block& b) {
-  b.begin_stage();
-  int first = ring_slots_of_runs(b, kRuns), slots = ring_slots_of_runs(b, kRuns + 1) - first;
-  Producer producer;
-  for (int n = 0; n < b.p.num_requests; n++)
-    if (Stream stream(b, first, slots); !stream.fill_run(b, producer, kRuns)) break;
-  producer.drain(b);
-}
+// Again for each request.
+KOG_DEVICE void produce(Block& b) { produce_heads(b, b.p.num_requests); }
 
 }  // namespace kog::head_steps

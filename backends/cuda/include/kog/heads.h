@@ -58,9 +58,7 @@ struct Head {
           square = fused(far[n].x, far[n].x, square);
           square = fused(far[n].y, far[n].y, square);
         }
-#pragma unroll
-      for (int mask = 16; mask; mask >>= 1) square += shuffle_xor(square, mask);
-      scale *= rsqrt_of(square / kHeadDim + kNormEps);
+      scale *= rsqrt_of(sum_of_threads(square) / kHeadDim + kNormEps);
     }
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {

@@ -29,16 +29,14 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
 #pragma unroll
   for (int n = 0; n < kTops; n++)
     if (need(n)) top = larger(top, unpack_f32(w[n]));
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) top = larger(top, shuffle_xor(top, mask));
+  top = largest_of_threads(top);
 #pragma unroll
   for (int n = 0; n < kTops; n++) {
     share[n] = need(n) ? exp2_fast(unpack_f32(w[n]) - top) : 0;
     total += share[n];
     if (n == first / 32) mine = share[n];
   }
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) total += shuffle_xor(total, mask);
+  total = sum_of_threads(total);
 #pragma unroll
   for (int n = 0; n < kPairs; n++) out[n] = float2{0, 0};
 #pragma unroll

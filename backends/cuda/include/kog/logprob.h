@@ -58,19 +58,14 @@ KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
 KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, int heads,
                              u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
-  u64 sum = 0, number = exchange_number(heads, kExchanges - 1);
+  u64 sum[1] = {0}, number = exchange_number(heads, kExchanges - 1);
   sync_consumers();  // a cut or a top-p check used the scratch, and every warp has read it
   for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
-    sum += weight_at(distance_of(top, raw[id], kLog2eScale));
-  sum = sum_of_warp(sum);
-  if (b.in_warp == 0) scratch[b.warp] = sum;
-  sync_consumers();
+    sum[0] += weight_at(distance_of(top, raw[id], kLog2eScale));
+  sum_over_block(b, sum, scratch);
   u64* to = best_words(b, heads, block_of_all(b));
-  if (b.warp == 0) {
-    sum = sum_of_warp(b.in_warp < kWarps ? scratch[b.in_warp] : 0);
-    if (b.in_warp == 0)
-      put_pair_at_rank(b, 0, to, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
-  }
+  if (b.thread == 0)
+    put_pair_at_rank(b, 0, to, number, static_cast<u32>(sum[0] >> 32), static_cast<u32>(sum[0]));
   sync_consumers();
   take_best_of_block(
       b, k, scratch,
@@ -103,17 +98,12 @@ KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, 
     store_system(record_of(b, made), static_cast<u64>(made + 1) << 32 | bits_of(raw[token]));
   }
   u64 logit = poll_pair(b, Step::kChosen, number, chosen, true);
-  u64 rank = rank_of(float_of(static_cast<u32>(logit)), token), ahead = 0;
+  u64 rank = rank_of(float_of(static_cast<u32>(logit)), token), ahead[1] = {0};
   for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
-    ahead += rank_of(raw[id], id) > rank ? 1 : 0;
-  ahead = sum_of_warp(ahead);
-  if (b.in_warp == 0) scratch[b.warp] = ahead;
-  sync_consumers();
-  if (b.warp == 0) {
-    ahead = sum_of_warp(b.in_warp < kWarps ? scratch[b.in_warp] : 0);
-    if (b.in_warp == 0)
-      put_pair_at_rank(b, 0, ahead_words(b, heads, block_of_all(b)), number, 0, static_cast<u32>(ahead));
-  }
+    ahead[0] += rank_of(raw[id], id) > rank ? 1 : 0;
+  sum_over_block(b, ahead, scratch);
+  if (b.thread == 0)
+    put_pair_at_rank(b, 0, ahead_words(b, heads, block_of_all(b)), number, 0, static_cast<u32>(ahead[0]));
   sync_consumers();
 }
 

@@ -71,6 +71,15 @@ KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
 }
+// The head's part of the block's stream, so many times.
+KOG_DEVICE void produce_heads(Block& b, int count) {
+  b.begin_stage();
+  int first = ring_slots_of_runs(b, kRuns), slots = ring_slots_of_runs(b, kRuns + 1) - first;
+  Producer producer;
+  for (int n = 0; n < count; n++)
+    if (Stream stream(b, first, slots); !stream.fill_run(b, producer, kRuns)) break;
+  producer.drain(b);
+}
 KOG_DEVICE void produce(Block& b) {
   produce_steps(
       b, [&](int steps) { return StepOrder{steps}.has_head(b); },

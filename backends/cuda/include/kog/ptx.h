@@ -322,26 +322,18 @@ KOG_DEVICE void barrier_expect(u64* b, u32 bytes) {
 KOG_DEVICE void barrier_arrive(u64* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
-KOG_DEVICE bool barrier_try(u64* b, u32 parity) {
-  u32 ok;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
-      "p;\n}"
-      : "=r"(ok)
-      : "r"(shared_address(b)), "r"(parity)
-      : "memory");
-  return ok != 0;
-}
-KOG_DEVICE bool barrier_test(u64* b, u32 parity) {
-  u32 ok;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
-      "p;\n}"
-      : "=r"(ok)
-      : "r"(shared_address(b)), "r"(parity)
-      : "memory");
-  return ok != 0;
-}
+// Whether the phase of this parity has ended: barrier_try may wait a little for it, barrier_test does not.
+#define KOG_ASK_BARRIER(name, ask)                                                                            \
+  KOG_DEVICE bool name(u64* b, u32 parity) {                                                                  \
+    u32 ok;                                                                                                   \
+    asm volatile("{\n.reg .pred p;\nmbarrier." ask ".parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" \
+                 : "=r"(ok)                                                                                   \
+                 : "r"(shared_address(b)), "r"(parity)                                                        \
+                 : "memory");                                                                                 \
+    return ok != 0;                                                                                           \
+  }
+KOG_ASK_BARRIER(barrier_try, "try_wait")
+KOG_ASK_BARRIER(barrier_test, "test_wait")
 // How the L2 treats what is read once a token: it leaves first.
 KOG_DEVICE u64 read_once() {
   u64 policy;

@@ -53,41 +53,31 @@ KOG_DEVICE void load_gains(const Block& b, int norm, float (&gain)[kHeld]) {
   }
 }
 
-// x += the words of one vector, once all of this warp's carry the phase.
-KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld]) {
-  int at[kGroups];
-  uint4 q[kGroups];
+// x += the words of some lanes' vectors, one's or those of kCount lanes from `lane` on in their order, once all of this
+// warp's carry the phase.
+template <int kCount = 1, int kStride = 0>
+KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld], int lane = 0) {
+  constexpr int kVectors = kCount * kGroups;
+  int at[kVectors];
+  uint4 q[kVectors];
 #pragma unroll
-  for (int i = 0; i < kGroups; i++) at[i] = element(b, i);
-  poll<kHidden>(b, step, base, at, phase, q);
+  for (int i = 0; i < kVectors; i++)
+    at[i] = kCount == 1 || lane + i / kGroups < kLanes ? element(b, i % kGroups) : kHiddenStride;
+  poll_vectors(
+      b, step, [&](int i) { return base + i / kGroups * kStride + at[i]; },
+      [&](int i, int j) {  // vectors begin at multiples of 4
+        return at[i] + (kHidden % 4 == 0 ? 0 : j) < kHidden ? 1u : 0u;
+      },
+      phase, q, [&](int i) { return kCount > 1 && lane_of_peer(b, lane + i / kGroups); });
 #pragma unroll
-  for (int i = 0; i < kGroups; i++)
+  for (int i = 0; i < kVectors; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      if (at[i] + j < kHidden) x[4 * i + j] += unpack_f32(word_of(q[i], j));
+      if (at[i] + j < kHidden) x[4 * (i % kGroups) + j] += unpack_f32(word_of(q[i], j));
 }
-
-// x += the words of one vector a lane, in the lanes' order, once all of this warp's carry the phase. Several lanes' are
-// asked for in one poll, as many as there are registers for: those that other ranks sent take longer.
-constexpr int kLanesAtOnce = kLanes * kGroups <= 4 ? kLanes : kGroups < 4 ? 4 / kGroups : 1;
-template <int kStride>
-KOG_DEVICE void gather_lanes(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld]) {
-#pragma unroll 1
-  for (int lane = 0; lane < kLanes; lane += kLanesAtOnce) {
-    uint4 q[kLanesAtOnce * kGroups];
-    auto first = [&](int i) { return element(b, i % kGroups); };
-    auto there = [&](int i, int j) { return lane + i / kGroups < kLanes && first(i) + j < kHidden; };
-    poll_vectors(
-        b, step, [&](int i) { return base + (lane + i / kGroups) * kStride + first(i); },
-        [&](int i, int j) { return there(i, j) ? 1u : 0u; }, phase, q,
-        [&](int i) { return lane_of_peer(b, lane + i / kGroups); });
-#pragma unroll
-    for (int i = 0; i < kLanesAtOnce * kGroups; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (there(i, j)) x[4 * (i % kGroups) + j] += unpack_f32(word_of(q[i], j));
-  }
-}
+// Lanes whose words are asked for in one poll, as many as there are registers for: those that other ranks sent take
+// longer.
+constexpr int kLanesAtOnce = kRanks == 1 ? 1 : kLanes * kGroups <= 4 ? kLanes : kGroups < 4 ? 4 / kGroups : 1;
 
 // A stream as kernels of columns send it, in words that carry their phase: without its lowest bit.
 KOG_DEVICE void drop_phase_bit(float (&x)[kHeld]) {
@@ -176,10 +166,9 @@ struct Module {
     if (kHasNow && how == kNow) {
       const u32* base = b.p.words + Now::kOffset + (counts.now & 1) * kLanes * Now::kStride;
       u32 phase = phase_of(counts.now >> 1);
-      if constexpr (kRanks > 1)
-        gather_lanes<Now::kStride>(b, step, base, phase, x);
-      else
-        for (int j = 0; j < kLanes; j++) gather(b, step, base + j * Now::kStride, phase, x);
+#pragma unroll 1
+      for (int j = 0; j < kLanes; j += kLanesAtOnce)
+        gather<kLanesAtOnce, Now::kStride>(b, step, base + j * Now::kStride, phase, x, j);
       counts.now++;
     } else {
       gather(b, step, lane_words<Own>(b), phase_of(counts.own(iteration)), x);

@@ -35,15 +35,15 @@ KOG_DEVICE void compete(Candidate& best, const u32* request, float logit, int id
 }
 
 // The best of kCount threads side by side, to all of them.
+KOG_DEVICE Candidate shuffle_xor(const Candidate& c, int mask) {
+  return {double_of(shuffle_xor(bits_of(c.key), mask)), static_cast<int>(shuffle_xor(static_cast<u32>(c.id), mask))};
+}
 template <int kCount>
-KOG_DEVICE Candidate best_of_threads(Candidate c) {
-#pragma unroll
-  for (int mask = kCount / 2; mask; mask >>= 1) {
-    Candidate other = {double_of(shuffle_xor(bits_of(c.key), mask)),
-                       static_cast<int>(shuffle_xor(static_cast<u32>(c.id), mask))};
-    if (beats(other, c)) c = other;
-  }
-  return c;
+KOG_DEVICE Candidate best_of_threads(const Candidate& c) {
+  return over_threads<kCount>(c, [](Candidate best, const Candidate& other) {
+    if (beats(other, best)) best = other;
+    return best;
+  });
 }
 KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_threads<32>(c); }
 

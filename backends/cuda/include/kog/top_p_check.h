@@ -77,20 +77,12 @@ KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, 
     sums[1] += weight;
     sums[2] += before ? 1ull << 32 | 1 : 1;
   }
-#pragma unroll
-  for (int i = 0; i < 3; i++) {
-    sums[i] = sum_of_warp(sums[i]);
-    if (b.in_warp == 0) scratch[3 * b.warp + i] = sums[i];
-  }
-  sync_consumers();
-  if (b.warp != 0) return;
+  sum_over_block(b, sums, scratch);
+  if (b.thread != 0 || must_leave(b)) return;  // as in publish_candidate
   u64* to = words_of_block<SharesWords, 6>(b, block_of_all(b));
 #pragma unroll
-  for (int i = 0; i < 3; i++) {
-    u64 sum = sum_of_warp(b.in_warp < kWarps ? scratch[3 * b.in_warp + i] : 0);
-    if (b.in_warp == 0 && !must_leave(b))  // as in publish_candidate
-      put_pair(b, to + 2 * i, number, static_cast<u32>(sum >> 32), static_cast<u32>(sum));
-  }
+  for (int i = 0; i < 3; i++)
+    put_pair(b, to + 2 * i, number, static_cast<u32>(sums[i] >> 32), static_cast<u32>(sums[i]));
 }
 
 // Of all blocks' ids, known to every thread.

@@ -228,18 +228,13 @@ template <int kThread>
 KOG_DEVICE u32 of_quad(u32 v) {
   return permuted<kThread * kQuadBroadcast>(v);
 }
-template <class Join>
-KOG_DEVICE u32 join_threads(u32 v, Join join) {
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) v = join(v, shuffle_xor(v, mask));
-  return v;
-}
-KOG_DEVICE u32 largest_of_warp(u32 v) {
-  return join_threads(v, [](u32 a, u32 b) { return a > b ? a : b; });
-}
-KOG_DEVICE u32 sum_of_warp(u32 v) {
-  return join_threads(v, [](u32 a, u32 b) { return a + b; });
-}
+
+}  // namespace kog
+#include <kog/threads.h>  // over what stands above, for what stands below
+namespace kog {
+
+KOG_DEVICE u32 largest_of_warp(u32 v) { return largest_of_threads(v); }
+KOG_DEVICE u32 sum_of_warp(u32 v) { return sum_of_threads(v); }
 
 // ---- the waves of a block ----
 

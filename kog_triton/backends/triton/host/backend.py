@@ -39,6 +39,10 @@ ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
 
+# Of narrow weights, whose prompts the kernel runs a token at a time: an estimate by bytes, of 8B 2 ms a token, and
+# 40 ms for torch to make values of all codes.
+BY_TOKEN_OR_UNPACKED = Crossover(fresh=24, behind=24)
+
 
 class TritonBackend:
     """The device modules are imported by what runs them: Triton is not needed to ask whether there is a GPU."""
@@ -116,11 +120,9 @@ class TritonBackend:
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             rope = self.memory.pointers.rope
             slots = self.memory.pointers.kv
-            self.library = None
-            if not self.tiles.is_narrow:  # whose matrices it does not unpack
-                self.library = open_library(
-                    options, weights, self.spec, self.max_context, embed, rope, matrices, slots
-                )
+            self.library = open_library(
+                options, weights, self.spec, self.max_context, embed, rope, matrices, slots
+            )
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {
@@ -247,7 +249,8 @@ class TritonBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All but its last token."""
-        library = library_for(request, self.library, self.options.prefill, IN_CHUNKS)
+        crossover = BY_TOKEN_OR_UNPACKED if self.tiles.is_narrow else IN_CHUNKS
+        library = library_for(request, self.library, self.options.prefill, crossover)
         if library is None:
             return None
         cache = self.memory.pointers.kv[request.slot]

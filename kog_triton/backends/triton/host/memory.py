@@ -150,7 +150,9 @@ def _pack(
         for tiling, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
             if tiling.codes is not None:
                 one = [narrow(canonical(stage, w, layer)) for w in stage.weights]
-                _place(arena, base + tiling.offset, pack_narrow_tiles(stage, tiling, tiles.group, one))
+                _place(
+                    arena, base + tiling.offset, pack_narrow_tiles(stage, tiling, tiles.group, one)
+                )
                 continue
             parts = [
                 shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))

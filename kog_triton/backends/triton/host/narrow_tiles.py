@@ -1,4 +1,4 @@
-"""Narrow weights of a checkpoint as the Triton kernel's tiles."""
+"""Narrow weights of a checkpoint as the Triton kernel's tiles, and back as values."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from kog_triton.schedule.lowering import row_order
 from kog_triton.schedule.narrow_packing import scales_by_row
 from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.triton import StageTiles
-from kog_triton.schedule.triton_codes import pack_codes
+from kog_triton.schedule.triton_codes import TileCodes, pack_codes
 from kog_triton.schedule.triton_packing import tiles_of
 
 Tensor = torch.Tensor
@@ -61,6 +61,36 @@ def pack_narrow_tiles(
         stored = pack_codes(t.codes, ordered, t.tile_rows, width, partial(torch.cat, dim=1))
         tiles.copy_(stored.view(tiles.shape))
     return packed.reshape(-1).view(torch.int32)
+
+
+def unpack_narrow_tiles(t: StageTiles, group: int, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `pack_narrow_tiles`' words stand for, [1, rows, cols], rounded once; rows as they are dealt out."""
+    assert t.codes
+    padded = packed.new_empty(group, t.units, t.tile_rows, 2 * t.row_words, dtype=dtype)
+    for k, tiles in tiles_of(t, group, packed[:, None]):
+        words = tiles.view(t.units, group, t.tile_words(k))
+        size, count = t.tile_rows * t.stored_width(k), t.codes.groups(t.widths[k])
+        shape = (t.units, group, t.tile_rows, count, -1)
+        stored = words[..., :size].contiguous()
+        values = code_values(t.codes, stored).view(shape)
+        beside = words[..., size:].view(torch.float32)[..., : 2 * t.tile_rows * count]
+        scales = beside[..., : t.tile_rows * count].reshape(*shape[:-1], 1)
+        if t.codes.zero_points:
+            values -= beside[..., t.tile_rows * count :].reshape(*shape[:-1], 1)
+        values *= scales
+        begin = 2 * t.first_word(k)
+        padded[..., begin : begin + 2 * t.widths[k]] = values.flatten(3).transpose(0, 1)
+    return padded.view(1, group * t.block_rows, -1)[:, : t.rows, : t.cols]
+
+
+def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
+    """Of words [..., n], float32 [..., codes of them], but for zero points."""
+    if codes.is_e4m3:
+        return stored.view(torch.float8_e4m3fn).float()
+    bytes_ = stored.view(torch.uint8)
+    if codes.pack == 4:
+        bytes_ = torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
+    return bytes_.float() - codes.zero
 
 
 def _matrix(values: Tensor) -> Tensor:

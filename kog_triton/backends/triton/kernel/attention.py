@@ -373,5 +373,5 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
         out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
         out = out / tl.sum(share, axis=0)
         words = p.words + S.region("attention") + lane * S.attention_words + head * (VALUES // 2)
-        publish_pairs(words, split * EACH, out, VALUES, phase, S, EACH)
+        publish_pairs(words, split * EACH, out, VALUES, phase, S, EACH, 1, 0)
     return alive

@@ -29,6 +29,7 @@ from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGIT
 from kog_triton.backends.triton.kernel.sync import meet, store_shared
 from kog_triton.backends.triton.kernel.top_p_check import SURVIVES, best_candidate, check_argmax
 from kog_triton.backends.triton.kernel.words import (
+    in_columns,
     pack_f32,
     plane_index,
     plane_tiles,
@@ -54,14 +55,17 @@ ALL_REDUCED: tl.constexpr = tl.constexpr(int(Flag.CUT | Flag.LOGPROBS))
 
 
 @triton.jit
-def store_logits(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
+def store_logits(
+    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
+):
     """`before` is 1 where the rows already hold the other lanes' share (CONCAT)."""
     ROWS: tl.constexpr = T.tile_rows
     first, vocab_first, before = out
-    r = first + unit * ROWS + tl.arange(0, ROWS)
+    i, column = in_columns(ROWS, COLUMNS)
+    r = first + unit * ROWS + i
     if S.head_mode == CONCAT:
         y += tl.load(to + vocab_first + r, mask=(r < T.rows) & (before != 0), other=0.0)
-    tl.store(to + vocab_first + r, y, mask=r < T.rows)
+    tl.store(to + column * STRIDE + vocab_first + r, y, mask=r < T.rows)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from kog_triton.backends.triton.kernel.residual import (
     silu,
 )
 from kog_triton.backends.triton.kernel.sync import fence, stamp
-from kog_triton.backends.triton.kernel.words import publish_pairs, wait_pairs
+from kog_triton.backends.triton.kernel.words import in_columns, publish_pairs, wait_pairs
 
 POINTS = (
     "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",
@@ -37,27 +37,40 @@ POINTS = (
 
 
 @triton.jit
-def store_qkv(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
+def row_biases(bias, row, T: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a row tile that begins at `row`, the same in every column."""
+    r = row + in_columns(T.tile_rows, COLUMNS)[0]
+    return tl.load(bias + r, mask=r < T.rows, other=0.0)
+
+
+@triton.jit
+def store_qkv(
+    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
+):
     ROWS: tl.constexpr = T.tile_rows
     bias, first, phase = out
     row = first + unit * ROWS
     if S.qkv_bias:
-        r = row + tl.arange(0, ROWS)
-        y += tl.load(bias + r, mask=r < T.rows, other=0.0)
-    publish_pairs(to, row, y, T.rows, phase, S, ROWS)
+        if T.units == 1:
+            y += bias
+        else:
+            y += row_biases(bias, row, T, COLUMNS)
+    publish_pairs(to, row, y, T.rows, phase, S, ROWS, COLUMNS, STRIDE)
 
 
 @triton.jit
-def silu_mul(y, to, unit, out, S: tl.constexpr, T: tl.constexpr):
+def silu_mul(
+    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
+):
     ROWS: tl.constexpr = T.tile_rows
     PAIRS: tl.constexpr = T.tile_rows // 2
     bias, first, phase = out
     row = first + unit * ROWS
     if S.mlp_bias:
-        r = row + tl.arange(0, ROWS)
-        y += tl.load(bias + r, mask=r < T.rows, other=0.0)
-    gate, up = tl.split(tl.reshape(y, (PAIRS, 2)))
-    publish_pairs(to, row // 2, silu(gate) * up, T.rows // 2, phase, S, PAIRS)
+        y += row_biases(bias, row, T, COLUMNS)
+    gate, up = tl.split(tl.reshape(y, (COLUMNS * PAIRS, 2)))
+    value = silu(gate) * up
+    publish_pairs(to, row // 2, value, T.rows // 2, phase, S, PAIRS, COLUMNS, STRIDE)
 
 
 # ---- stages ----
@@ -70,7 +83,10 @@ def qkv_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.c
     T: tl.constexpr = S.stages[0]
     words = p.words + S.region("qkv") + lane * S.qkv_words
     bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    out = (bias, group_index * T.block_rows, phase)
+    first = group_index * T.block_rows
+    if S.qkv_bias and T.units == 1:  # asked for ahead of the only tile's products
+        bias = row_biases(bias, first, T, COLUMNS)
+    out = (bias, first, phase)
     return rowwise(stream, xs, words, out, S, 0, store_qkv, COLUMNS, S.total_words)
 
 

@@ -216,8 +216,9 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     Of a tile that is `narrow`, [tile_rows].
     """
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
-    if S.stages[STAGE].is_narrow:
-        sums = sums_of_codes(w, x, S, S.stages[STAGE], LINES_AXIS)
+    T: tl.constexpr = S.stages[STAGE]
+    if T.is_narrow:
+        sums = sums_of_codes(w, x, S, T, LINES_AXIS)
     else:
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
@@ -272,8 +273,9 @@ def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.cons
 @triton.jit
 def kept(x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Words x that meet tile K, in the layout that they keep; of narrow weights a tuple (codes.py)."""
-    if S.stages[STAGE].is_narrow:
-        return parts_of(x, S, S.stages[STAGE], K)
+    T: tl.constexpr = S.stages[STAGE]  # a value of Triton's own: 3.6 takes no other as an argument
+    if T.is_narrow:
+        return parts_of(x, S, T, K)
     else:
         return pin(x, S)
 
@@ -341,38 +343,39 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
-    """What `wired` sums to in the column that is first: a tuple of [tile_rows], one a unit."""
+    """What `wired` sums to: a tuple of [COLUMNS * tile_rows], one a unit."""
     UNITS: tl.constexpr = S.stages[STAGE].units
     ys = ()
     for u in tl.static_range(UNITS):
-        y = whole(sums[u * COLUMNS], rests[u * COLUMNS], S, STAGE)
+        y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
         ys = ys + (unscaled(y, S),)
     return ys
 
 
 @triton.jit
-def hand_over(
-    sums,
-    rests,
-    to,
-    unit,
-    out,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr,
-):
-    """A row tile of every column to EPILOGUE; returns the sums."""
-    T: tl.constexpr = S.stages[STAGE]
-    if COLUMNS == 1:
-        EPILOGUE(whole(sums[0], rests[0], S, STAGE), to, unit, out, S, T)
+def stacked(ts, COUNT: tl.constexpr):
+    """COUNT tensors as one, with a last dimension of two for each halving of COUNT."""
+    if COUNT == 1:
+        return ts[0]
     else:
-        for column in range(COLUMNS):
-            own = to + column * STRIDE
-            EPILOGUE(whole(sums[0], rests[0], S, STAGE), own, unit, out, S, T)
-            sums, rests = sums[1:] + sums[:1], rests[1:] + rests[:1]
-    return sums, rests
+        pairs = ()
+        for i in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(ts[i], ts[i + COUNT // 2]),)
+        return stacked(pairs, COUNT // 2)
+
+
+@triton.jit
+def whole_columns(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """[COLUMNS * tile_rows] of the first COLUMNS sums, one column's after the other's."""
+    ROWS: tl.constexpr = S.stages[STAGE].tile_rows
+    ys = ()
+    for i in tl.static_range(COLUMNS):
+        ys = ys + (whole(sums[i], rests[i], S, STAGE),)
+    if COLUMNS == 1:
+        return ys[0]
+    else:
+        y = tl.reshape(stacked(ys, COLUMNS), (ROWS, COLUMNS))
+        return tl.reshape(tl.trans(y), (COLUMNS * ROWS,))
 
 
 @triton.jit
@@ -387,7 +390,8 @@ def rowwise(
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y [tile_rows], to, unit, out, S, T); the stream.
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y, to, unit, out, S, T, COLUMNS, STRIDE), where y
+    [COLUMNS * tile_rows] has one column's rows after the other's; the stream.
 
     `to` is where column 0 goes, STRIDE before the next one.
     """
@@ -413,11 +417,13 @@ def rowwise(
                 x = operands(xs, S, STAGE, k, COLUMNS)
                 sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
                 fetched = fetched[1:] + fetch_behind(base, unit, block, S, STAGE, k)
-            sums, rests = hand_over(sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
+            y = whole_columns(sums, rests, S, STAGE, COLUMNS)
+            EPILOGUE(y, to, unit, out, S, T, COLUMNS, STRIDE)
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
             x = operands(xs, S, STAGE, k, COLUMNS)
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
-        sums, rests = hand_over(sums, rests, to, unit, out, S, STAGE, EPILOGUE, COLUMNS, STRIDE)
+        y = whole_columns(sums, rests, S, STAGE, COLUMNS)
+        EPILOGUE(y, to, unit, out, S, T, COLUMNS, STRIDE)
     return base, behind, block, fetched

@@ -10,8 +10,10 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import (
+    POLLED,
     half_bits,
     high,
+    in_columns,
     load_polled,
     low,
     num_plane_runs,
@@ -20,10 +22,13 @@ from kog_triton.backends.triton.kernel.words import (
     plane_run,
     plane_tiles,
     poll_on,
+    publish_pairs,
     record_more,
     record_timeout,
     settle,
     unpack_f32,
+    unpack_pair,
+    wait_pair_words,
     wait_planes,
 )
 from kog_triton.model.spec import Reduce
@@ -62,23 +67,48 @@ def load_gains(which, lane, p, S: tl.constexpr):
 
 
 @triton.jit
-def sum_of_squares(x, S: tl.constexpr, RUN: tl.constexpr):
-    """Over the planes' tensors of one shape."""
+def squares(x, S: tl.constexpr, RUN: tl.constexpr):
+    """Squares of the planes' tensors of one shape, added up in that shape."""
     FIRST: tl.constexpr = plane_run(S, RUN)[0]
     COUNT: tl.constexpr = plane_run(S, RUN)[1]
     square = x[2 * FIRST] * 0.0
     for c in tl.static_range(FIRST, FIRST + COUNT):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
-    return tl.sum(square)
+    return square
+
+
+@triton.jit
+def folded(square):
+    """[POLLED] sums of elements that a thread has alone, in any order; of fewer elements all of them, as they are."""
+    EACH: tl.constexpr = square.numel // POLLED
+    if EACH > 1:
+        return tl.sum(tl.reshape(square, (EACH, POLLED), can_reorder=True), axis=0)
+    else:
+        return tl.reshape(square, (square.numel,), can_reorder=True)
+
+
+@triton.jit
+def sum_of_squares(x, S: tl.constexpr):
+    """Over the planes; tensors of as many elements as threads and more share one sum over the block."""
+    total = squares(x, S, 0)
+    if num_plane_runs(S) == 1:
+        return tl.sum(total)
+    else:
+        total = folded(total)
+        rest = 0.0
+        for run in tl.static_range(1, num_plane_runs(S)):
+            more = folded(squares(x, S, run))
+            if more.numel == total.numel:
+                total += more
+            else:
+                rest += tl.sum(more)
+        return tl.sum(total) + rest
 
 
 @triton.jit
 def rms_norm(x, gains, S: tl.constexpr):
     """x over its root mean square, times the norm's gains."""
-    total = sum_of_squares(x, S, 0)
-    for run in tl.static_range(1, num_plane_runs(S)):
-        total += sum_of_squares(x, S, run)
-    scale = tl.rsqrt(total / S.hidden_size + S.norm_eps)
+    scale = tl.rsqrt(sum_of_squares(x, S) / S.hidden_size + S.norm_eps)
     out = ()
     for i in tl.static_range(2 * plane_tiles(S)):
         out = out + (x[i] * scale * gains[i],)
@@ -102,6 +132,20 @@ def add_planes(x, w, S: tl.constexpr):
         even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
         odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
         out = out + (even, odd)
+    return out
+
+
+@triton.jit
+def add_pairs(x, ws, phase, S: tl.constexpr):
+    """The planes with words of pairs."""
+    out = ()
+    for c in tl.static_range(plane_tiles(S)):
+        valid = plane_index(c, S) < S.hidden_size // 2
+        even, odd = unpack_pair(ws[c], phase, S)
+        out = out + (
+            x[2 * c] + tl.where(valid, even, 0.0),
+            x[2 * c + 1] + tl.where(valid, odd, 0.0),
+        )
     return out
 
 
@@ -270,6 +314,32 @@ def add_delayed(y, words, layer, it, coords, alive, p, S: tl.constexpr, STAGE: t
 
 
 @triton.jit
+def publish_rows(
+    ys, layer, coords, phase, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Send every column's rows where there are no other lanes: ys [COLUMNS * tile_rows], one a unit.
+
+    One store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56).
+    """
+    _, lane, group_index = coords
+    T: tl.constexpr = S.stages[STAGE]
+    HALF: tl.constexpr = S.hidden_size // 2
+    UNITS: tl.constexpr = T.units
+    ROWS: tl.constexpr = T.tile_rows
+    i, column = in_columns(ROWS, COLUMNS)
+    to = p.words + S.region(module_output(STAGE))
+    for u in tl.static_range(UNITS):
+        first = group_index * T.block_rows + u * ROWS
+        row = first + i
+        y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
+        if S.outputs_in_pairs:
+            publish_pairs(to, first, y, T.rows, phase, S, ROWS, COLUMNS, S.total_words)
+        else:
+            at = column * S.total_words + (row & 1) * HALF + (row >> 1)
+            store_shared(to + at, pack_f32(y, phase), row < T.rows)
+
+
+@triton.jit
 def publish_module(
     ys, delayed, how, layer, it, coords, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr
 ):
@@ -289,16 +359,8 @@ def publish_module(
         if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
             sent, delayed_phase = delayed_buffer(it, p, S, STAGE)
             store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, delayed_phase), valid)
-    else:  # one store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56)
-        T: tl.constexpr = S.stages[STAGE]
-        HALF: tl.constexpr = S.hidden_size // 2
-        UNITS: tl.constexpr = T.units
-        ROWS: tl.constexpr = T.tile_rows
-        for u in tl.static_range(UNITS):
-            row = group_index * T.block_rows + u * ROWS + tl.arange(0, ROWS)
-            y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
-            at = (row & 1) * HALF + (row >> 1)
-            store_shared(to + at, pack_f32(y, phase), row < T.rows)
+    else:
+        publish_rows(ys, layer, coords, phase, p, S, STAGE, 1)
     return alive
 
 
@@ -318,6 +380,11 @@ def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.co
         for j in range(first, last):
             w, alive = wait_planes(base + j * S.hidden_size, phase, alive, REASON, layer, p, S)
             x = add_planes(x, w, S)
+    elif S.outputs_in_pairs:
+        T: tl.constexpr = S.stages[0]
+        COUNT: tl.constexpr = S.hidden_size // 2
+        ws, alive = wait_pair_words(base, COUNT, phase, alive, REASON, layer, p, S, T)
+        x = add_pairs(x, ws, phase, S)
     else:
         w, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
         x = add_planes(x, w, S)

@@ -28,7 +28,7 @@ from kog_triton.backends.triton.kernel.residual import (
     load_embedding,
     load_gains,
     module_input,
-    publish_module,
+    publish_rows,
     rms_norm,
     rounded,
 )
@@ -92,11 +92,8 @@ def shared_module(
     INPUT: tl.constexpr = module_input(STAGE)
     xs = p.words + S.region(INPUT)
     sums, rests, stream = wired(stream, xs, S, STAGE, COLUMNS)
-    for column in range(COLUMNS):
-        ys = outputs(sums, rests, S, STAGE, COLUMNS)
-        own = at_column(p, column, S)
-        alive = publish_module(ys, 0, 0, layer, 0, coords, None, alive, own, S, STAGE)
-        sums, rests = sums[1:] + sums[:1], rests[1:] + rests[:1]
+    ys = outputs(sums, rests, S, STAGE, COLUMNS)
+    publish_rows(ys, layer, coords, None, p, S, STAGE, COLUMNS)
     return stream, alive
 
 

@@ -12,6 +12,13 @@ import triton.language as tl
 from triton.language.target_info import current_target
 
 
+@triton.constexpr_function
+def is_rdna():
+    """Whether it is compiled for AMD's gfx11, whose instructions and warps of 32 are not those of gfx9."""
+    target = current_target()
+    return target is not None and target.backend == "hip" and target.arch.startswith("gfx11")
+
+
 @triton.jit
 def load_shared(ptr, mask, other, S: tl.constexpr):
     """Words another block may be writing. Triton drops `volatile` on gfx942 and honors .cv instead."""
@@ -57,11 +64,47 @@ def store_shared(ptr, value, mask):
 def meet(S: tl.constexpr):
     """All threads of the block are here, and see what any of them stored."""
     if S.vendor == "amd":
-        # s_barrier does not wait for other waves' stores on gfx942: each wave drains its own.
-        tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v", [tl.arange(0, 1)], tl.int32, False, 1
-        )
+        # s_barrier does not wait for other waves' stores on gfx942: each wave drains its own, which gfx11 counts apart.
+        if is_rdna():
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\ns_waitcnt_vscnt null, 0x0\nv_mov_b32 $0, $1",
+                "=v,v", [tl.arange(0, 1)], tl.int32, False, 1,
+            )  # fmt: skip
+        else:
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1",
+                "=v,v", [tl.arange(0, 1)], tl.int32, False, 1,
+            )  # fmt: skip
     tl.debug_barrier()
+
+
+@triton.jit
+def any_set(xs, S: tl.constexpr):
+    """1 if in a tuple of int32 tensors any element of any of the block's threads is not zero, else 0; a barrier.
+
+    On NVIDIA the barrier itself reduces, where a maximum takes three and two ways through shared memory
+    (benchmarks/triton-log.md#reducing-barrier). The pieces of assembly share a scope of registers, so that no branch
+    may come between them.
+    """
+    COUNT: tl.constexpr = len(xs)
+    if S.vendor == "nvidia":
+        tl.inline_asm_elementwise(
+            "{\n.reg .b32 any;\n.reg .pred here, found;\nmov.b32 any, 0;\nmov.b32 $0, 0;",
+            "=r", [], tl.int32, False, 1,
+        )  # fmt: skip
+        for i in tl.static_range(COUNT):
+            tl.inline_asm_elementwise(
+                "or.b32 any, any, $1;\nmov.b32 $0, 0;", "=r,r", [xs[i]], tl.int32, False, 1
+            )
+        return tl.inline_asm_elementwise(
+            "setp.ne.s32 here, any, 0;\nbar.red.or.pred found, 0, here;\nselp.b32 $0, 1, 0, found;\n}",
+            "=r", [], tl.int32, False, 1,
+        )  # fmt: skip
+    else:
+        found = tl.max(xs[0])
+        for i in tl.static_range(1, COUNT):
+            found = tl.maximum(found, tl.max(xs[i]))
+        return found
 
 
 @triton.jit
@@ -163,6 +206,15 @@ def clock(S: tl.constexpr):
     if S.vendor == "nvidia":
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    elif S.vendor == "amd" and is_rdna():
+        return 10 * tl.inline_asm_elementwise(
+            "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)\ns_waitcnt lgkmcnt(0)",
+            "=s",
+            [],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
         )
     elif S.vendor == "amd":
         return 10 * tl.inline_asm_elementwise(

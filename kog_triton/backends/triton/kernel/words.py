@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
+    any_set,
     expired,
     load_shared,
     load_uncached,
@@ -30,6 +31,8 @@ from kog_triton.schedule import wire
 
 LINE: tl.constexpr = tl.constexpr(128)  # words that one warp reads at once, 16 bytes a thread
 POLLED: tl.constexpr = tl.constexpr(256)  # as many as a block has threads
+# Tries of a wait, of which one reads the clock (benchmarks/triton-log.md#reducing-barrier).
+CLOCK_EVERY: tl.constexpr = tl.constexpr(16)
 RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited for in vain
 # Of pairs in bf16 (schedule/wire.py)
 PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
@@ -260,15 +263,25 @@ def missing(ws, wanted):
 
 
 @triton.jit
-def poll_state(lacking, late):
+def poll_state(lacking, since, tries, limit, S: tl.constexpr):
     """0 if no word is missing, 1 if the block is to ask again, 2 if a thread that misses one has waited long enough.
 
-    Threads may differ in `late`; what a block has to agree on is in the one maximum that a poll needs anyway.
+    Threads may differ in whether they have, so the block agrees on it too.
     """
     COUNT: tl.constexpr = len(lacking)
-    state = tl.max(lacking[0] * (1 + late))
-    for i in tl.static_range(1, COUNT):
-        state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
+    if S.vendor == "amd":  # which has no such barrier: in one maximum
+        late = expired(since, tries, limit, S)
+        state = tl.max(lacking[0] * (1 + late))
+        for i in tl.static_range(1, COUNT):
+            state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
+    else:
+        state = any_set(lacking, S)
+        if (state != 0) & ((tries % CLOCK_EVERY == 0) | (limit == 0)):
+            late = expired(since, tries, limit, S)
+            overdue = ()
+            for i in tl.static_range(COUNT):
+                overdue = overdue + (lacking[i] * late,)
+            state += any_set(overdue, S)
     return state
 
 
@@ -298,8 +311,7 @@ def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
         for i in tl.static_range(COUNT):
             ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
         tries += 1
-        late = expired(since, tries, p.limit * alive, S)
-        state = poll_state(missing(ws, wanted), late)
+        state = poll_state(missing(ws, wanted), since, tries, p.limit * alive, S)
     return ws, state
 
 
@@ -307,12 +319,11 @@ def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
 def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
     """As `poll`, of one tensor whose words `w` were asked for before."""
     since, tries = ticks(S), alive * 0
-    state = uniform(poll_state(missing((w,), wanted), 1 - alive), S)
+    state = uniform(poll_state(missing((w,), wanted), since, tries, p.limit * alive, S), S)
     while state == 1:
         w = load_polled(ptr, mask, wanted, S)
         tries += 1
-        late = expired(since, tries, p.limit, S)
-        state = poll_state(missing((w,), wanted), late)
+        state = poll_state(missing((w,), wanted), since, tries, p.limit, S)
     return w, state
 
 
@@ -364,19 +375,32 @@ def wait_planes(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.conste
 
 
 @triton.jit
-def wait_pairs(
+def wait_pair_words(
     base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
 ):
-    """`count` pair words once all carry `phase`, as operands of stage T's tiles, zeros after the last."""
+    """`count` words once all carry `phase`, as stage T's tiles meet them; more are anything."""
     K_TILES: tl.constexpr = T.k_tiles
     ptrs, masks = (), ()
     for c in tl.static_range(K_TILES):
         j = index_of(T, c)
         ptrs, masks = ptrs + (base + j,), masks + (j < count,)
     ws, alive = wait_all(ptrs, masks, base, count, phase, alive, reason, layer, p, S)
+    out = ()
+    for c in tl.static_range(K_TILES):
+        out = out + (settle(ws[c]),)
+    return out, alive
+
+
+@triton.jit
+def wait_pairs(
+    base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
+):
+    """`count` pair words once all carry `phase`, as operands of stage T's tiles, zeros after the last."""
+    ws, alive = wait_pair_words(base, count, phase, alive, reason, layer, p, S, T)
+    K_TILES: tl.constexpr = T.k_tiles
     xs = ()
     for c in tl.static_range(K_TILES):
-        xs = xs + (tl.where(masks[c], operand_of(settle(ws[c]), phase, S), 0),)
+        xs = xs + (tl.where(index_of(T, c) < count, operand_of(ws[c], phase, S), 0),)
     return xs, alive
 
 
@@ -442,8 +466,29 @@ def find_missing(own, first, count, wanted, p, S: tl.constexpr):
 
 
 @triton.jit
-def publish_pairs(base, row, value, rows, phase, S: tl.constexpr, N: tl.constexpr):
-    """N values of rows row .. row + N - 1 (row even) as pair words."""
-    first, second = tl.split(tl.reshape(value, (N // 2, 2)))
-    j = row // 2 + tl.arange(0, N // 2)
-    store_shared(base + j, pack_pair(first, second, phase, S), 2 * j < rows)
+def publish_pairs(
+    base,
+    row,
+    value,
+    rows,
+    phase,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """N values of rows row .. row + N - 1 (row even) as pair words, of every column, whose words are STRIDE apart."""
+    first, second = tl.split(tl.reshape(value, (COLUMNS * N // 2, 2)))
+    i, column = in_columns(N // 2, COLUMNS)
+    j = row // 2 + i
+    store_shared(base + column * STRIDE + j, pack_pair(first, second, phase, S), 2 * j < rows)
+
+
+@triton.jit
+def in_columns(N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of COLUMNS * N values, one column's after the other's: the place in a column, and the column."""
+    i = tl.arange(0, COLUMNS * N)
+    if COLUMNS == 1:
+        return i, 0
+    else:
+        return i % N, i // N

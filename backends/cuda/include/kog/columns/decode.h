@@ -64,6 +64,7 @@ struct Steps {
   }
 };
 
+template <class OfLaunch = Steps>
 KOG_DEVICE void consume(Block& b) {
   if (b.thread < kColumns) b.small->outcomes[b.thread] = kRunning;
   save_state(b, &WarpState::steps, 0);
@@ -73,7 +74,7 @@ KOG_DEVICE void consume(Block& b) {
     spread_cursors(b);
     sync_consumers();
   }
-  Steps steps{b};
+  OfLaunch steps{{b}};
   run_steps(b, steps);
 }
 

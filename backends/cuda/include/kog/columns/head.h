@@ -81,11 +81,12 @@ KOG_DEVICE void gather_argmaxes(Block& b, bool mine, u64 epoch) {
 }
 
 // The tokens of the columns that have logits in this step into small->chosen, for every thread.
+template <class From = FromLayers>
 KOG_DEVICE void run_head(Block& b) {
   u32 control = 0;
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
   b.begin_stage();
-  Operands<LmHead> x = head_operands(b);
+  Operands<LmHead> x = head_operands<From>(b);
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   Candidate mine = nobody();
   Walk walk;

@@ -16,28 +16,22 @@
 
 namespace kog::columns {
 
-// The modules' last stages: whose streams they join, where their rows and the hints of those go, what they
-// send to other lanes, and how many such outputs come before each layer.
-struct AttentionModule {
-  using Stage = OProj;
-  using Words = AttentionOutWords;
-  using Hints = AttentionOutFlagsWords;
-  using Sent = AttentionOutSentWords;
-  static constexpr bool kBias = kOBias, kEndsLayer = false;
-  KOG_DEVICE static Streams streams(const Block& b) { return layer_streams(b); }
-  KOG_DEVICE static int how(const Block& b) { return kReduceAttention[b.layer]; }
-  KOG_DEVICE static int before(int layer) { return kAttentionSends[layer]; }
+// A module by its last stage, OfStage: whose streams it joins, where its rows and the hints of those go, what it
+// sends to other lanes, and how many such outputs come before each layer.
+template <class OfStage, class OfWords, class OfHints, class OfSent, bool kHasBias>
+struct ModuleOf {
+  using Stage = OfStage;
+  using Words = OfWords;
+  using Hints = OfHints;
+  using Sent = OfSent;
+  static constexpr bool kBias = kHasBias, kEndsLayer = Stage::kId == StageId::kDownProj;
+  KOG_DEVICE static Streams streams(const Block& b) { return kEndsLayer ? inner_streams(b) : layer_streams(b); }
+  KOG_DEVICE static int how(const Block& b) { return (kEndsLayer ? kReduceMlp : kReduceAttention)[b.layer]; }
+  KOG_DEVICE static int before(int layer) { return (kEndsLayer ? kMlpSends : kAttentionSends)[layer]; }
 };
-struct MlpModule {
-  using Stage = DownProj;
-  using Words = MlpOutWords;
-  using Hints = MlpOutFlagsWords;
-  using Sent = MlpOutSentWords;
-  static constexpr bool kBias = kMlpBias, kEndsLayer = true;
-  KOG_DEVICE static Streams streams(const Block& b) { return inner_streams(b); }
-  KOG_DEVICE static int how(const Block& b) { return kReduceMlp[b.layer]; }
-  KOG_DEVICE static int before(int layer) { return kMlpSends[layer]; }
-};
+using AttentionModule =
+    ModuleOf<OProj, AttentionOutWords, AttentionOutFlagsWords, AttentionOutSentWords, kOBias>;
+using MlpModule = ModuleOf<DownProj, MlpOutWords, MlpOutFlagsWords, MlpOutSentWords, kMlpBias>;
 
 // One layer's reduction of a module's outputs, of several lanes.
 template <class Module>

@@ -22,14 +22,19 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
   }
 }
 
+// Where the head finds the streams: in the words of the last layer.
+struct FromLayers {
+  KOG_DEVICE static Streams streams(const Block& b) { return layer_streams(b); }
+};
+
 // The head's operands, and their sums of squares; acquires this step's rows of the cache (docs/SYNC.md,
 // Fences). hold(): stage_streams'.
-template <class Hold>
+template <class From, class Hold>
 KOG_DEVICE void stage_head(Block& b, Hold hold) {
   constexpr bool kOwn = LmHead::kParts == kWarps;
   constexpr int kStaged = kConcat ? kLayerK : LmHead::kPaddedK;  // of one stream
   int last = iteration_of(b) - 1;
-  stage_streams<LmHead, kStaged, kOwn && !kMixes>(b, Step::kMlpOut, layer_streams(b), 2 * kLayers, last, [] {},
+  stage_streams<LmHead, kStaged, kOwn && !kMixes>(b, Step::kMlpOut, From::streams(b), 2 * kLayers, last, [] {},
                                                   hold);
   fence_gpu();
   if constexpr (kMixes) {
@@ -47,14 +52,15 @@ KOG_DEVICE void stage_head(Block& b, Hold hold) {
       stage_streams<LmHead, kStaged, kOwn, !kMean>(b, Step::kMixGather, y, 2 * kLayers, mixes, [] {}, hold);
   }
 }
+template <class From>
 KOG_DEVICE Operands<LmHead> head_operands(Block& b) {
   if constexpr (kHeldFirst<LmHead>) {
     Operands<LmHead> x(b);
-    stage_head(b, [&] { x.hold(); });
+    stage_head<From>(b, [&] { x.hold(); });
     b.begin_stage();
     return x;
   } else {
-    stage_head(b, [] {});
+    stage_head<From>(b, [] {});
     b.begin_stage();
     return held_operands<LmHead>(b);
   }

@@ -25,6 +25,7 @@ KOG_DEVICE u32 epoch_of(int iteration) { return static_cast<u32>(iteration) + 1;
 
 // The streams as one exchange holds them, or the embedding.
 struct Streams {
+  static constexpr bool kHeld = false;
   const u32* words;  // nullptr: at the start of a step
   int hints;         // the first one's place among the words
 
@@ -55,6 +56,15 @@ KOG_DEVICE Streams inner_streams(const Block& b) {
   return Streams::of<AttentionOutWords, AttentionOutFlagsWords>(b);
 }
 
+// Those of a prompt's last token behind all layers, which the host has left in each column's slot.
+struct HeldStreams {
+  static constexpr bool kHeld = true;
+
+  KOG_DEVICE const float* of(const Block& b, int column) const {
+    return b.p.streams + static_cast<u64>(b.small->cursors[column].slot) * kLanes * kHiddenStride;
+  }
+};
+
 // Four values of each of this thread's columns from element e on, by a whole warp; zeros where there are
 // none.
 struct Quads {
@@ -75,6 +85,14 @@ struct Quads {
       uint2 v = *reinterpret_cast<const uint2*>(x.embedding(b, column) + e);
       w[c] = {bits_of(low_of(v.x)), bits_of(high_of(v.x)), bits_of(low_of(v.y)),
               bits_of(high_of(v.y))};
+    }
+  }
+  KOG_DEVICE void load(const Block& b, const HeldStreams& x, int e) {
+#pragma unroll
+    for (int c = 0; c < kMine; c++) {
+      int column = first_column(b) + c;
+      w[c] = uint4{0, 0, 0, 0};
+      if (column < b.p.num_requests && e < kHidden) w[c] = *reinterpret_cast<const uint4*>(x.of(b, column) + e);
     }
   }
   // Asked for before a hint: the block that the others wait for finds all rows there.
@@ -135,8 +153,8 @@ KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4]
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
 // Without kGains they are 1. meanwhile(): what can be done while the first values are on their way. hold(): called when
 // the steps that stay in registers are staged, if the others take their place.
-template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class Meanwhile, class Hold>
-KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, int iteration,
+template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class From, class Meanwhile, class Hold>
+KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int iteration,
                               Meanwhile meanwhile, Hold hold) {
   using S = OperandLayout<Wide>;
   static_assert(kPaddedK <= kWarps * kSlice);
@@ -150,7 +168,8 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
     int local = in_slice(b, i), e = b.warp * kSlice + local;
     bool staged = local < kSlice && e < kPaddedK;
     from[i] = staged ? e : kHiddenStride;
-    if (i == 0) v.ask(b, x, from[0], iteration);
+    if constexpr (!From::kHeld)
+      if (i == 0) v.ask(b, x, from[0], iteration);
     // Threads without an element multiply zeros with them (../residual.h says why they load at all).
     const float* gains = gains_of(b, norm) + (staged && e < kHidden ? e : 0);
     gain[i] = kGains ? *reinterpret_cast<const float4*>(gains) : float4{1, 1, 1, 1};
@@ -162,7 +181,9 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const Streams& x, int norm, i
   for (int i = 0; i < kGroups; i++) {
     int local = in_slice(b, i), e = b.warp * kSlice + local;
     bool staged = local < kSlice && e < kPaddedK;
-    if (x.words == nullptr) {
+    if constexpr (From::kHeld) {
+      v.load(b, x, from[i]);
+    } else if (x.words == nullptr) {
       v.embed(b, x, from[i]);
     } else {
       if (i > 0) v.ask(b, x, from[i], iteration);

@@ -6,7 +6,7 @@
 // whoever needs them adds them in that order. So a token's bits do not depend on who shares its pass.
 #pragma once
 #include <kog/prompt/hopper.h>
-#include <kog/ptx.h>
+#include <kog/threads.h>
 
 namespace kog {
 
@@ -49,23 +49,17 @@ KOG_DEVICE float4 widen4(const u16* p) {
   uint2 v = *reinterpret_cast<const uint2*>(p);
   return {widen(v.x & 0xffff), widen(v.x >> 16), widen(v.y & 0xffff), widen(v.y >> 16)};
 }
+KOG_DEVICE void add(float& a, float b) { a += b; }
 KOG_DEVICE void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
-// Four rows of a token, of one tile.
-KOG_DEVICE float4 sum_of(const Parts& parts, int row, int token) {
+// A token's row, or (float4) four of one tile.
+template <class Rows>
+KOG_DEVICE Rows sum_of(const Parts& parts, int row, int token) {
   int2 tile = parts.tiles[row / kTileRows];
   const float* from = parts.at + (static_cast<i64>(tile.x) * kTokens + token) * kTileRows + row % kTileRows;
-  float4 sum = *reinterpret_cast<const float4*>(from);
+  Rows sum = *reinterpret_cast<const Rows*>(from);
 #pragma unroll 4
-  for (int i = 1; i < tile.y; i++) add(sum, *reinterpret_cast<const float4*>(from + i * kTokens * kTileRows));
-  return sum;
-}
-KOG_DEVICE float one_sum_of(const Parts& parts, int row, int token) {
-  int2 tile = parts.tiles[row / kTileRows];
-  const float* from = parts.at + (static_cast<i64>(tile.x) * kTokens + token) * kTileRows + row % kTileRows;
-  float sum = *from;
-#pragma unroll 4
-  for (int i = 1; i < tile.y; i++) sum += from[i * kTokens * kTileRows];
+  for (int i = 1; i < tile.y; i++) add(sum, *reinterpret_cast<const Rows*>(from + i * kTokens * kTileRows));
   return sum;
 }
 // Values k and k + 1 of a token's x, k even.
@@ -74,19 +68,6 @@ KOG_DEVICE void store_x(u8* x, const Order& order, int token, int k, u32 pair) {
   int piece = (block % 2 * 4 + k % 8 / 2) ^ token % 8;
   u8* row = x + (static_cast<i64>(block / 2) * kTokens + token) * 128;
   *reinterpret_cast<u32*>(row + piece * 16 + k % 32 / 8 * 4) = pair;
-}
-KOG_DEVICE float sum_over_warp(float v) {
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) v += shuffle_xor(v, by);
-  return v;
-}
-KOG_DEVICE float most_of_warp(float v) {
-#pragma unroll
-  for (int by = 16; by > 0; by /= 2) {
-    float other = shuffle_xor(v, by);
-    v = v > other ? v : other;
-  }
-  return v;
 }
 
 // ---- residual and norm: a block a token ----
@@ -139,7 +120,7 @@ KOG_DEVICE void join_token(const Join& p, Token own, AddTo add_to) {
     return;
   }
   float* of_warps = reinterpret_cast<float*>(shared_memory());
-  squares = sum_over_warp(squares);
+  squares = sum_of_threads(squares);
   if (thread % 32 == 0) of_warps[thread / 32] = squares;
   sync_block();
   squares = 0;
@@ -156,7 +137,7 @@ KOG_DEVICE void join_token(const Join& p, Token own, AddTo add_to) {
 }
 
 KOG_DEVICE float4 sum_and_bias(const Parts& parts, const u16* bias, int k, int token) {
-  float4 v = sum_of(parts, k, token);
+  float4 v = sum_of<float4>(parts, k, token);
   if (bias != nullptr) add(v, widen4(bias + k));
   return v;
 }
@@ -279,13 +260,13 @@ KOG_DEVICE void heads(const Heads& p) {
     int j = lane + 32 * i, row = head * 2 * p.half + j;
     a[i] = b[i] = 0;
     if (j >= p.half) continue;
-    a[i] = one_sum_of(p.parts, row, token), b[i] = one_sum_of(p.parts, row + p.half, token);
+    a[i] = sum_of<float>(p.parts, row, token), b[i] = sum_of<float>(p.parts, row + p.half, token);
     if (p.bias != nullptr) a[i] += widen(p.bias[row]), b[i] += widen(p.bias[row + p.half]);
     squares += a[i] * a[i] + b[i] * b[i];
   }
   float scale = 1;
   bool normed = p.norms != nullptr && rotates;
-  if (normed) scale = rsqrt_of(sum_over_warp(squares) / static_cast<float>(2 * p.half) + p.eps);
+  if (normed) scale = rsqrt_of(sum_of_threads(squares) / static_cast<float>(2 * p.half) + p.eps);
   int kv = head - p.heads;
   u16* to = kv < 0 ? p.q + (static_cast<i64>(token) * p.heads + head) * 2 * p.half
                    : p.cache.row(own.slot, kv % p.kv_heads, kv / p.kv_heads, own.position);
@@ -356,14 +337,14 @@ KOG_DEVICE void attend(const Attend& p) {
     if (last >= keys) last = keys - 1;  // of a row without a query
     for (int key = lane; key <= last; key += 32)
       if (key >= first) most = most > scores[i * kKeys + key] ? most : scores[i * kKeys + key];
-    most = most_of_warp(most);
+    most = over_threads(most, [](float a, float b) { return a > b ? a : b; });
     for (int key = lane; key < (keys + 15) / 16 * 16; key += 32) {
       bool seen = key >= first && key <= last;
       float weight = seen ? exp2_fast((scores[i * kKeys + key] - most) * p.scale) : 0;
       sum += weight;
       weights[i * kKeys + key] = static_cast<u16>(round_pair<kF16>(weight, 0) & 0xffff);
     }
-    sum = sum_over_warp(sum);
+    sum = sum_of_threads(sum);
     if (lane == 0) sums[i] = sum;
   }
   sync_block();
@@ -414,9 +395,27 @@ KOG_DEVICE void gate(const Gate& p) {
   int per = (p.width / 2 + kGateThreads - 1) / kGateThreads, token = block_index() / per;
   int k = (block_index() % per * kGateThreads + thread_index()) * 2;
   if (k >= p.width || p.tokens[token].id < 0) return;
-  float4 v = sum_of(p.parts, 2 * k, token);  // gate and up of k, then of k + 1
+  float4 v = sum_of<float4>(p.parts, 2 * k, token);  // gate and up of k, then of k + 1
   if (p.bias != nullptr) add(v, widen4(p.bias + 2 * k));
   store_x(p.out, p.order, token, k, round_pair<kF16>(gated(v.x, v.y), gated(v.z, v.w)));
+}
+
+// ---- requests into their slots: a block a piece ----
+
+struct Piece {
+  u32* to;
+  int from, count;
+};
+struct Place {
+  const u32* words;  // [0]: how many pieces; they begin at [4], and behind them lies what they bring
+};
+constexpr int kPlaceThreads = 128, kPlaceBlocks = 24;
+
+KOG_DEVICE void place(const Place& p) {
+  const Piece* pieces = reinterpret_cast<const Piece*>(p.words + 4);
+  for (u32 i = static_cast<u32>(block_index()); i < p.words[0]; i += kPlaceBlocks)
+    for (int n = thread_index(); n < pieces[i].count; n += kPlaceThreads)
+      pieces[i].to[n] = p.words[pieces[i].from + n];
 }
 
 }  // namespace kog

@@ -1,0 +1,23 @@
+// What threads of a warp side by side have, joined by each of them: pairs first that are farthest apart, so that every
+// kernel adds floats in one order.
+#pragma once
+#include <kog/ptx.h>
+
+namespace kog {
+
+template <int kThreads = 32, class T, class Join>
+KOG_DEVICE T over_threads(T v, Join join) {
+#pragma unroll
+  for (int mask = kThreads / 2; mask; mask >>= 1) v = join(v, shuffle_xor(v, mask));
+  return v;
+}
+template <int kThreads = 32, class T>
+KOG_DEVICE T sum_of_threads(T v) {
+  return over_threads<kThreads>(v, [](T a, T b) { return a + b; });
+}
+template <int kThreads = 32, class T>
+KOG_DEVICE T largest_of_threads(T v) {
+  return over_threads<kThreads>(v, [](T a, T b) { return b > a ? b : a; });
+}
+
+}  // namespace kog
