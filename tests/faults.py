@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # as a program it finds its own tables
 from tests.planted import (  # noqa: E402
     checkpoint,
     commands,
+    conversations,
     edges,
     engine,
     first_use,
@@ -53,6 +54,7 @@ FAULTS = (
     *edges.FAULTS,
     *reports.FAULTS,
     *server.FAULTS,
+    *conversations.FAULTS,
     *short_prompts.FAULTS,
     *second_sample.FAULTS,
     *third_sample.FAULTS,
