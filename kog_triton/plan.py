@@ -21,7 +21,7 @@ from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.cuda_weights import unreadable
-from kog_triton.schedule.hip import HipLowering, lower_hip
+from kog_triton.schedule.hip import HipLowering, lower_hip, place_blocks
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.scaling import (
     MEASURED_GPU,
@@ -152,6 +152,24 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         + (f", each KV head on {s.kv_copies} GPUs." if s.kv_copies > 1 else ".")
         + expectation(partition, gpu)
     )
+
+
+def placement(lowering: HipLowering) -> str:
+    """Which XCD works on what, a line each."""
+    lanes = lowering.schedule.shards_per_rank > 1
+    lines = [
+        f"  XCD {die.number} (IOD {die.base}): blocks {die.blocks[0]} to {die.blocks[-1]}, "
+        + (f"lane {_span(die.lanes)}" if lanes else f"KV head {_span(die.kv_heads)}")
+        for die in place_blocks(lowering)
+    ]
+    head = "Placed by the XCC_ID that each block reads at every launch; with as many blocks on each XCD:"
+    return "\n".join([head, *lines])
+
+
+def _span(numbers: range) -> str:
+    if not numbers:
+        return "none"
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def expectation(partition: Partition, gpu: Gpu) -> str:
@@ -296,6 +314,8 @@ def _body(argv: Sequence[str] | None) -> int:
     partition = plan_hip(schedule, gpu) if args.backend == "hip" else plan(schedule, gpu)
     console.write_table(plan_table(partition, gpu, name))
     console.write_line(summary(partition, gpu))
+    if isinstance(partition, HipLowering):
+        console.write_line(placement(partition))
     return 0
 
 

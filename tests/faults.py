@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))  # as a program it finds its own tables
 from tests.planted import (  # noqa: E402
     checkpoint,
     commands,
+    conversations,
     draw,
     edges,
     engine,
@@ -58,6 +59,7 @@ FAULTS = (
     *edges.FAULTS,
     *reports.FAULTS,
     *server.FAULTS,
+    *conversations.FAULTS,
     *short_prompts.FAULTS,
     *second_sample.FAULTS,
     *third_sample.FAULTS,

@@ -106,7 +106,8 @@ class CudaBackend:
         True  # whether short prompts have a pass of their own, where its kernels read the model
     )
 
-    rank_outputs = True  # whether kernels bring module outputs of a library's prompt to all GPUs
+    # Whether kernels bring module outputs of prompts' passes to all GPUs; else torch's copies do, and no pass is short.
+    rank_outputs = True
 
     @classmethod
     def availability(cls) -> Availability:
@@ -194,6 +195,7 @@ class CudaBackend:
                 beside,
                 compile_columns,
                 load_columns,
+                self._moves_outputs(lowering),
             )
             self.columns = Columns(
                 lowering,
@@ -269,7 +271,8 @@ class CudaBackend:
         return self.gpu.num_sms
 
     def _passes_short(self, lowering: CudaLowering) -> bool:
-        return self.short_passes and can_pass(lowering)
+        alone = self.num_devices == 1
+        return self.short_passes and (alone or self.rank_outputs) and can_pass(lowering)
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)

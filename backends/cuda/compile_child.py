@@ -44,13 +44,38 @@ def find_clang() -> str | None:
     return next(filter(None, map(shutil.which, places)), None)
 
 
+def find_hipcc() -> str | None:
+    """ROCm's wrapper around its own clang++; None where there is none."""
+    rocm = os.environ.get("ROCM_PATH") or "/opt/rocm"
+    return shutil.which(f"{rocm}/bin/hipcc") or shutil.which("hipcc")
+
+
+def find_hiprtc(first: str = "") -> tuple[Any, str]:
+    """AMD's compiler as a library, from the file given or from ROCm, and where it was; None where there is none."""
+    rocm = os.environ.get("ROCM_PATH") or "/opt/rocm"
+    names = ("libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so")
+    places = [first] if first else []
+    places += [*names, *(f"{rocm}/lib/{name}" for name in reversed(names))]
+    for place in places:
+        try:
+            library = ctypes.CDLL(place)
+        except OSError:
+            continue
+        library.hiprtcGetErrorString.restype = ctypes.c_char_p
+        return library, place
+    return None, ""
+
+
 def translate(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:
     """A text's cubin, in this process, by a toolchain's `compiler_name`; Refused if it does not compile."""
     if compiler.startswith("nvrtc"):
         return _by_nvrtc(text, source, flags)
     if compiler.startswith("nvcc"):
         return _by_program(["nvcc", "-cubin"], text, source, flags)
-    return _by_program([find_clang() or "clang++"], text, source, flags)
+    if compiler.startswith("hipRTC"):
+        return _by_hiprtc(find_hiprtc(compiler.partition(" of ")[2])[0], text, source, flags)
+    found = find_hipcc() if compiler.startswith("hipcc") else find_clang()
+    return _by_program([found or "clang++"], text, source, flags)
 
 
 def _by_nvrtc(text: str, source: str, flags: Sequence[str]) -> bytes:
@@ -65,6 +90,39 @@ def _by_nvrtc(text: str, source: str, flags: Sequence[str]) -> bytes:
         raise Refused(f"NVRTC refuses the kernel: {error}\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _by_hiprtc(hiprtc: Any, text: str, source: str, flags: Sequence[str]) -> bytes:
+    """What it is told is what a program of clang's is, but for where the text and the code lie."""
+    if hiprtc is None:
+        raise Refused("libhiprtc.so is not there any more")
+
+    def call(name: str, *arguments: Any) -> None:
+        status = getattr(hiprtc, name)(*arguments)
+        if status:
+            words = (hiprtc.hiprtcGetErrorString(status) or b"").decode()
+            raise Refused(f"hipRTC refuses the kernel: {name}: {words} ({status})\n{log()}")
+
+    def log() -> str:
+        size = ctypes.c_size_t()
+        if not program or hiprtc.hiprtcGetProgramLogSize(program, ctypes.byref(size)):
+            return ""
+        said = ctypes.create_string_buffer(size.value)
+        hiprtc.hiprtcGetProgramLog(program, said)
+        return said.value.decode()
+
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    names = text.encode(), source.encode()
+    call("hiprtcCreateProgram", ctypes.byref(program), *names, 0, None, None)
+    try:
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        call("hiprtcCompileProgram", program, len(flags), options)
+        call("hiprtcGetCodeSize", program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        call("hiprtcGetCode", program, code)
+        return code.raw
+    finally:
+        hiprtc.hiprtcDestroyProgram(ctypes.byref(program))
 
 
 def _by_program(program: Sequence[str], text: str, source: str, flags: Sequence[str]) -> bytes:

@@ -11,16 +11,15 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.device import gpu_of
-from kog_triton.backends.hip import toolchain
 from kog_triton.backends.hip.driver import HipKernel, count_gpus
 from kog_triton.backends.hip.findings import look
 from kog_triton.backends.hip.layout import lay_out_hip
+from kog_triton.backends.hip.objects import code_object, source_of_code
 from kog_triton.backends.hip.selftest import check_gpu
-from kog_triton.backends.hip.toolchain import MI300, compiler_name
+from kog_triton.backends.hip.toolchain import MI300
 from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import ModelSpec
@@ -56,7 +55,7 @@ class HipBackend(CudaBackend):
             )
         try:
             count_gpus()
-            compiler_name()
+            source_of_code()
         except DeviceError as error:
             reason, _, advice = str(error).partition("; ")
             return Availability(False, reason, advice, lacks_software=True)
@@ -110,7 +109,7 @@ class HipBackend(CudaBackend):
     def _compile(self, source: str, layout: Layout) -> bytes:
         """Of the HIP source of the same name."""
         own, arch = Path(source).with_suffix(".hip").name, layout.lowering.gpu.arch
-        return compile_cubin(render(layout), own, arch, tools=toolchain)
+        return code_object(render(layout), own, arch)
 
     def _load(self, source: str, entry: str, layout: Layout) -> HipKernel:  # type: ignore[override]
         return HipKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices[0])

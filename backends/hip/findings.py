@@ -5,8 +5,9 @@ from pathlib import Path
 
 from kog_triton.backends import Availability
 from kog_triton.backends.hip.driver import count_gpus, find_library
+from kog_triton.backends.hip.objects import source_of_code
 from kog_triton.backends.hip.selftest import xcds_in_words
-from kog_triton.backends.hip.toolchain import compiler_name
+from kog_triton.backends.hip.toolchain import compilers
 from kog_triton.errors import DeviceError
 
 KFD = Path("/dev/kfd")  # of the amdgpu driver
@@ -21,7 +22,10 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
     return {
         "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}: install the amdgpu driver",
         "runtime": f"{library}, {_gpus()}" if library else _gpus(),
-        "compiler": _said(compiler_name),
+        "compiler": _said(source_of_code),
+        "compilers": ", ".join(
+            f"{name}: {version or 'not found'}" for name, version in compilers().items()
+        ),
         "backend": f"ready, by name alone: {seen.by_name_only}"
         if seen.ok
         else f"{seen.reason}; {seen.advice}",

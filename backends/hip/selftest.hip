@@ -5,7 +5,7 @@
 
 namespace kog {
 
-constexpr int kRowWords = 64, kXccIdRegister = 20 | 3 << 11;  // hwreg(HW_REG_XCC_ID), its four bits
+constexpr int kRowWords = 64;
 constexpr u32 kNoWord = 1, kOldRow = 2, kNoHost = 4;
 
 struct SelfTest {
@@ -65,12 +65,12 @@ KOG_DEVICE u32 run(const SelfTest& t, int block, int thread) {
 
 KOG_KERNEL void kog_selftest(const kog::SelfTest t) {
   using namespace kog;
-  int block = block_index(), thread = thread_index();
+  int block = workgroup_index(), thread = thread_index();
   u32 wrong = run(t, block, thread);
   u32 all = 0;
   for (u32 bit = kNoWord; bit <= kNoHost; bit *= 2) all |= any_consumer((wrong & bit) != 0) ? bit : 0;
   if (thread == 0) {
-    t.found[2 * block] = __builtin_amdgcn_s_getreg(kXccIdRegister);
+    t.found[2 * block] = static_cast<u32>(die_index());
     t.found[2 * block + 1] = all;
   }
 }

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from kog_triton.backends.cuda.jit import compile_cubin
-from kog_triton.backends.hip import toolchain
 from kog_triton.backends.hip.driver import HipKernel
+from kog_triton.backends.hip.objects import code_object
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.hip import THREADS
 from kog_triton.schedule.topology import Gpu
@@ -46,7 +45,7 @@ class SelfTest(ctypes.Structure):
 def check_gpu(device: torch.device, gpu: Gpu) -> list[int]:
     """The XCD of every block of a grid that fills the GPU, as its XCC_ID says; once for a process. DeviceError if the
     kernel cannot be trusted there."""
-    code = compile_cubin(HEADER, "selftest.hip", gpu.arch, tools=toolchain)
+    code = code_object(HEADER, "selftest.hip", gpu.arch)
     kernel = HipKernel(code, "kog_selftest", 0, device)
     try:
         blocks, found = gpu.num_blocks, run(kernel, device, gpu.num_blocks, ROUNDS)

@@ -35,6 +35,40 @@ class HipLowering(CudaLowering):
         return 0
 
 
+@dataclass(frozen=True)
+class Die:
+    """What an XCD works on where every XCD has as many workgroups: the kernel looks at every launch who lies where, and
+    deals out blocks in this order (include/kog/place.h).
+
+    base   its IOD, if XCC_IDs are counted IOD by IOD, which AMD does not promise
+    lanes  of which it has blocks; kv_heads: whose caches it reads, of one lane
+    """
+
+    number: int
+    base: int
+    blocks: range
+    lanes: range
+    kv_heads: range
+
+
+def place_blocks(lowering: HipLowering) -> list[Die]:
+    """Every XCD of the GPU that has blocks."""
+    gpu, schedule, count = lowering.gpu, lowering.schedule, lowering.num_blocks
+    group = count // schedule.shards_per_rank
+    splits = max(1, group // schedule.shard_kv_heads)
+    dies = min(gpu.dies, count)
+    out = []
+    for d in range(dies):
+        blocks = range(d * count // dies, (d + 1) * count // dies)
+        first, last = blocks[0], blocks[-1]
+        lanes = range(first // group, last // group + 1)
+        of_lane = (first % group, last % group) if len(lanes) == 1 else (0, group - 1)
+        most = schedule.shard_kv_heads
+        heads = range(min(of_lane[0] // splits, most), min(of_lane[1] // splits + 1, most))
+        out.append(Die(d, d * gpu.bases // gpu.dies, blocks, lanes, heads))
+    return out
+
+
 def lower_hip(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> HipLowering:
     """The lowering of a schedule for an AMD GPU. ModelError names what the kernel cannot do."""
     spec = schedule.spec

@@ -31,6 +31,7 @@ class Gpu:
     aliases: tuple[str, ...] = ()  # how drivers spell it
     proven: bool = False  # this project has run on it
     share: str = ""  # which part of it this process may use, in words; "" is all
+    bases: int = 1  # parts that memory hangs on, each under as many dies (IODs)
 
     @property
     def block_rate(self) -> float:
@@ -103,7 +104,7 @@ GPUS: dict[str, Gpu] = {
         # 256 of 304 CUs, 32 an XCD: what public descriptions of Kog's engine use.
         Gpu(
             "mi300x", "amd", "gfx942", 304, 256, 64, 5.3e12, 64 * KB, 192 * 10**9, 4 * MB, dies=8,
-            aliases=("AMD Instinct MI300X",),
+            bases=4, aliases=("AMD Instinct MI300X",),
         ),
     )
 }  # fmt: skip
@@ -188,6 +189,7 @@ def describe(seen: Seen) -> Gpu:
         row.aliases if row else (),
         bool(row and same and row.proven),
         share,
+        row.bases if row and same else 1,
     )
 
 

@@ -15,13 +15,15 @@ import torch
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
-from kog_triton.backends.hip import selftest, toolchain
+from kog_triton.backends.hip import objects, prebuild, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
+from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import DeviceError, KogError
 from kog_triton.schedule.topology import GPUS
 from tests.lib.compiled import FOLDER, made_once
 from tests.lib.fake_hip import FakeHip
+from tests.lib.gfx942.executor import operations
 from tests.lib.gfx942.requests import ASKED, tokens_of
 from tests.lib.gfx942.requests import expected as expected_of
 from tests.lib.gfx942.triton_cases import CASES
@@ -269,7 +271,10 @@ def test_no_runtime(hip, model, monkeypatch, tmp_path):
 def test_no_compiler(hip, model, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal(lambda: open_hip(model))
-    assert "no compiler for AMD GPUs: install ROCm, set ROCM_PATH" in told
+    assert (
+        "no compiler for AMD GPUs, none of clang++, hipcc, hipRTC: install ROCm, set ROCM_PATH"
+        in told
+    )
 
 
 def test_what_the_kernel_does_not_do_is_refused(hip, model):
@@ -326,6 +331,33 @@ def test_the_compilers_words(hip, model, monkeypatch):
         open_hip(model)
 
 
+# ---- code objects that another machine has made ----
+
+
+def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, tmp_path):
+    spec, gpu = Checkpoint.open(model).spec, HipBackend._find_gpu()[1]
+    monkeypatch.setattr(
+        prebuild, "small_model", lambda spec: spec
+    )  # of the test of stages, which is not run here
+    made = prebuild.prebuild(tmp_path / "objects", spec, gpu)
+    assert {path.name.partition("-")[0] for path in made} == {"selftest", "decode"}
+    monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))
+    operations()  # the stand-in for a GPU is made by a compiler, too
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no compiler
+    with open_hip(model) as llm:
+        assert ids(llm.generate(PROMPTS[0], GREEDY)) == expected(PROMPTS[0], GREEDY)
+    for path in made:
+        path.unlink(missing_ok=True)
+    selftest.check_gpu.cache_clear()
+    told = refusal(lambda: open_hip(model))
+    assert (
+        "KOG_HIP_OBJECTS has no selftest-gfx942-" in told
+        and "kog_triton.backends.hip.prebuild" in told
+    )
+    monkeypatch.setenv(objects.FOLDER, str(tmp_path / "nowhere"))
+    assert "which is no folder; set it to one" in refusal(lambda: open_hip(model))
+
+
 # ---- kog doctor ----
 
 
@@ -337,6 +369,7 @@ def test_doctor_explains(hip, capsys, monkeypatch):
     assert "  hip       ready\n" in said.replace("ready  ", "ready")
     assert "\nhip\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
     assert "libamdhip64.so, 1 GPUs\n  compiler  clang++: " in said
+    assert "hipcc: not found, hipRTC: not found\n" in said
     assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
     hip.gpus = 0
     assert doctor.main([]) == 0

@@ -48,4 +48,5 @@ STEPS = (
     "best",
     "chosen",
     "ahead",
+    "places",
 )

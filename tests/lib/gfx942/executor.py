@@ -89,9 +89,10 @@ class Execution:
     steps: int  # instructions, of all waves
     executed: np.ndarray = field(repr=False)  # how often each instruction ran
     awaited: np.ndarray = field(repr=False)  # how often each wait found something in flight
-    touched: np.ndarray = field(
-        repr=False
-    )  # by each vector load, store and atomic: a bit for each of the buffers
+    # by each vector load, store and atomic: a bit for each of the buffers
+    touched: np.ndarray = field(repr=False)
+    # [n, 3] at each wait, at most, in adversarial memory: of vmcnt, of lgkmcnt, loads of 16 bytes a lane
+    in_flight: np.ndarray = field(repr=False)
 
 
 @functools.cache
@@ -112,9 +113,8 @@ def library() -> ctypes.CDLL:
     ):
         getattr(built, f"gfx_{name}").restype = result
     built.gfx_steps.restype = ctypes.c_uint64
-    built.gfx_executed.restype = built.gfx_awaited.restype = built.gfx_touched.restype = (
-        ctypes.c_void_p
-    )
+    for name in ("executed", "awaited", "touched", "in_flight"):
+        getattr(built, f"gfx_{name}").restype = ctypes.c_void_p
     assert built.gfx_inst_bytes() == RECORD.itemsize
     return built
 
@@ -231,13 +231,14 @@ class Kernel:
                     self._counts(f(machine))
                     for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)
                 ),
+                self._counts(lib.gfx_in_flight(machine), ctypes.c_uint32, 3).reshape(-1, 3),
             )
         finally:
             lib.gfx_free(machine)
 
-    def _counts(self, address: int) -> np.ndarray:
-        counts = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint64))
-        return np.ctypeslib.as_array(counts, (len(self.records),)).copy()
+    def _counts(self, address: int, kind: type = ctypes.c_uint64, each: int = 1) -> np.ndarray:
+        counts = ctypes.cast(address, ctypes.POINTER(kind))
+        return np.ctypeslib.as_array(counts, (each * len(self.records),)).copy()
 
     def _start(
         self, machine: Any, launch: Launch, kernarg: np.ndarray, lds: int, xcc: Callable[[int], int]

@@ -20,7 +20,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 from tests.lib.cuda_walk import Walk, changed, write_request
-from tests.lib.gfx942 import clang
+from tests.lib.gfx942 import clang, places
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import (
     AGENT,
@@ -52,7 +52,8 @@ def layout_of(spec: ModelSpec, num_blocks: int = 0, max_context: int = 64) -> La
 @cache
 def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES) -> CodeObject:
     """The kernel behind a layout's header (`render`)."""
-    return clang.text_object(layout_text + (ROOT / "backends/hip/decode.hip").read_text(), includes)
+    text = layout_text + (ROOT / "backends/hip/decode.hip").read_text()
+    return clang.text_object(text, includes, places.DEBUG)
 
 
 class HipWalk(Walk):

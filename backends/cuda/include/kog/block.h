@@ -70,6 +70,7 @@ KOG_DEVICE int rank_of(const Argument& p) {
 struct Block {
   const Pointers& p;
   const u32* request;  // the words of the request in hand
+  Place place;
   int block, lane, group_index;  // of the grid; the lane, of all, it works for; its index in that lane's group
   int thread, warp, in_warp;
   u8* ring;
@@ -100,7 +101,7 @@ struct Block {
   // from it is computed there. Moved out of the layer loop, as the compiler likes to do, all of it
   // would not fit in registers.
   KOG_DEVICE void begin_stage() {
-    block = block_index();
+    block = block_index(place);
     lane = kLanes > 1 ? rank_of(p) * kRankLanes + block / kGroup : 0;
     group_index = kRankLanes > 1 ? block % kGroup : block;
     thread = thread_index();

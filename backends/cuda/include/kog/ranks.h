@@ -9,7 +9,7 @@ namespace kog {
 template <class Argument, class Word>
 KOG_DEVICE Word* word_at_rank(const Argument& p, int rank, Word* own) {
   if constexpr (kRanks > 1)
-    return reinterpret_cast<Word*>(p.peers[rank]) + (own - reinterpret_cast<Word*>(p.words));
+    return (Word*)static_cast<u32*>(p.peers[rank]) + (own - (Word*)static_cast<u32*>(p.words));
   else
     return own;
 }

@@ -98,7 +98,11 @@ struct Operands {
     }
     return row;
   }
-  KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
+  KOG_DEVICE Row at(int step) const {
+    // Else an array that nobody reads would lie in memory, by the step of a loop.
+    if constexpr (Stage::kHeld == 0) return load(step);
+    return step < Stage::kHeld ? held[step] : load(step);
+  }
   KOG_DEVICE void hold() {
 #pragma unroll
     for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step);

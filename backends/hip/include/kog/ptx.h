@@ -12,6 +12,9 @@
 #define KOG_KERNEL \
   extern "C" __attribute__((global, amdgpu_flat_work_group_size(kog::kThreads, kog::kThreads), amdgpu_waves_per_eu(2, 2)))
 
+namespace kog {
+
+// hipRTC and hipcc put ROCm's headers before every text, which have types of these names outside.
 struct alignas(8) uint2 {
   unsigned x, y;
 };
@@ -27,8 +30,6 @@ struct alignas(16) float4 {
 struct ulonglong2 {
   unsigned long long x, y;
 };
-
-namespace kog {
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -78,11 +79,18 @@ KOG_DEVICE u32 unknown(u32 v) {
 KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 // Asked again, they are new numbers (Block::begin_stage says why).
 KOG_DEVICE int thread_index() { return static_cast<int>(unknown(wave_index() * kWaveThreads + in_wave())); }
-KOG_DEVICE int block_index() {
-  u32 i = __builtin_amdgcn_workgroup_id_x();
-  asm volatile("" : "+s"(i));
-  return static_cast<int>(i);
+KOG_DEVICE int workgroup_index() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
+// Which block of the kernel's a workgroup is: its own index until all know on which XCD each lies (place.h).
+struct Place {
+  int index = workgroup_index();
+};
+KOG_DEVICE int block_index(Place place) {
+  asm volatile("" : "+s"(place.index));
+  return place.index;
 }
+// The XCD that this workgroup lies on: hwreg(HW_REG_XCC_ID), its four bits.
+constexpr int kDies = 16, kXccIdRegister = 20 | 3 << 11;
+KOG_DEVICE int die_index() { return static_cast<int>(__builtin_amdgcn_s_getreg(kXccIdRegister)); }
 // The constant clock of all XCDs, 100 MHz.
 constexpr int kTickNs = 160;
 KOG_DEVICE u64 nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }

@@ -169,7 +169,8 @@ KOG_EMULATED u32 to_half(float v, bool f16) {
 namespace kog {
 
 KOG_EMULATED int thread_index() { return host::current->thread; }
-KOG_EMULATED int block_index() { return host::current->block_index; }
+struct Place {};
+KOG_EMULATED int block_index(Place = {}) { return host::current->block_index; }
 inline void sleep_a_while() { host::yield(); }
 template <int>
 void take_registers() {}

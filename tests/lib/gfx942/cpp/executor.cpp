@@ -85,6 +85,15 @@ void meet_at_barrier(Machine&, Wave& w) {
         if (other.state == Wave::AT_BARRIER) other.state = Wave::RUNNING;
 }
 
+namespace {
+void note_in_flight(Machine::InFlight& most, const Wave& w) {
+    auto wide = [](const Flight& f) { return f.kind == Flight::LOAD && f.bytes == 16; };
+    most.vector = std::max(most.vector, u32(w.vector_queue.size()));
+    most.scalar = std::max(most.scalar, u32(w.scalar_queue.size()));
+    most.wide = std::max(most.wide, u32(std::count_if(w.vector_queue.begin(), w.vector_queue.end(), wide)));
+}
+}  // namespace
+
 void wait_for(Machine& m, Wave& w, int vector, int scalar) {
     if (!m.options.adversarial) return;
     auto under_way = [](const Flight& f) { return !f.performed; };
@@ -94,6 +103,7 @@ void wait_for(Machine& m, Wave& w, int vector, int scalar) {
         m.waits = true;
         return;
     }
+    note_in_flight(m.most[w.pc - 1], w);
     m.awaited[w.pc - 1] += w.vector_queue.size() > size_t(vector) || (scalar < 15 && w.scalar_queue.size() > size_t(scalar));
     land(m, w, w.vector_queue, size_t(vector));
     if (scalar < 15) land_scalar(m, w, size_t(scalar));
@@ -120,6 +130,7 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
     m->code.assign(code, code + count);
     m->executed.assign(count, 0);
     m->awaited.assign(count, 0);
+    m->most.assign(count, {});
     m->touched.assign(count, 0);
     m->ranges.assign(ranges, ranges + num_ranges);
     return m;
@@ -210,5 +221,6 @@ u64 gfx_steps(Machine* m) { return m->steps; }
 const u64* gfx_executed(Machine* m) { return m->executed.data(); }
 const u64* gfx_touched(Machine* m) { return m->touched.data(); }
 const u64* gfx_awaited(Machine* m) { return m->awaited.data(); }
+const Machine::InFlight* gfx_in_flight(Machine* m) { return m->most.data(); }
 void gfx_free(Machine* m) { delete m; }
 }

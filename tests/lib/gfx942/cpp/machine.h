@@ -39,6 +39,10 @@ struct Machine {
     std::vector<Inst> code;
     std::vector<u64> executed;  // how often each instruction was
     std::vector<u64> awaited;   // how often each wait found something in flight
+    struct InFlight {
+        u32 vector, scalar, wide;  // operations that vmcnt and lgkmcnt count; loads of 16 bytes a lane among them
+    };
+    std::vector<InFlight> most;  // what a wave had in flight at most when it came to each wait, in adversarial memory
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
     u64 code_at = 0;  // where the kernel's first instruction would lie: behind its constants, which code finds from there

@@ -1,0 +1,53 @@
+"""Code objects: compiled here and kept, or taken from a folder where another machine has put them.
+
+    KOG_HIP_OBJECTS=folder kog generate --backend hip ..
+
+The folder is the only source then: what it does not hold is refused in one line, which names the file and how it is
+made. `python -m kog_triton.backends.hip.prebuild FOLDER` writes a model's files, where there is a compiler and no GPU.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from kog_triton.backends.cuda.jit import compile_cubin
+from kog_triton.backends.hip import toolchain
+from kog_triton.errors import DeviceError
+
+FOLDER = "KOG_HIP_OBJECTS"
+
+
+def source_of_code() -> str:
+    """Where code objects come from, in words; DeviceError where there is neither a folder of them nor a compiler."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return toolchain.compiler_name()
+    if not Path(folder).is_dir():
+        raise DeviceError(
+            f"no code objects: {FOLDER} is {folder}, which is no folder; set it to one, or take it away"
+        )
+    return f"{len([*Path(folder).glob('*.hsaco')])} code objects in {folder} ({FOLDER})"
+
+
+def file_of(header: str, source: str, arch: str) -> str:
+    """The name of a code object's file: of the text, of what that may include and of the GPU, whichever compiler."""
+    text = header + (toolchain.FOLDER / source).read_text()
+    digest = hashlib.sha256("\0".join([text, arch]).encode())
+    for path in toolchain.headers():
+        digest.update(path.read_bytes())
+    return f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.hsaco"
+
+
+def code_object(header: str, source: str, arch: str) -> bytes:
+    """A source behind one generated header, for a GPU. DeviceError where it can be neither found nor compiled."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return compile_cubin(header, source, arch, tools=toolchain)
+    path = Path(folder, file_of(header, source, arch))
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DeviceError(
+            f"{FOLDER} has no {path.name} ({error.strerror}): make it with python -m kog_triton.backends.hip.prebuild "
+            "of this version, model and context, or take the variable away to compile here"
+        ) from error

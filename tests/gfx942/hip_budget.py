@@ -1,0 +1,132 @@
+"""What the HIP kernel's machine code issues and has on its way, stage by stage, at 4.2 TB/s and 2 us: a budget, no
+measurement on AMD hardware.
+
+    python -m tests.gfx942.hip_budget [MODEL ..] [--keep]
+
+A model of full width and few layers walks one token in the executor (tests/lib/gfx942/full_width.py): minutes. --keep
+writes what was counted to hip_budget.json, which --kept prints and the tests read.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gfx942.budget import BANDWIDTH, CLOCK, CYCLES
+
+KEPT = Path(__file__).parent / "hip_budget.json"
+MODELS = ("llama-3.2-1b", "llama-3.1-8b", "laneformer-2b")
+LATENCY = 2.0  # us
+MOST_SLOTS = 0.6  # of those that a SIMD has while the memory brings the weights
+COVER = 1.5  # times what the memory could bring in LATENCY
+Row = dict[str, Any]
+
+
+def counted(name: str) -> Row:
+    """By running it: what `kept` gives, of today's object."""
+    from tests.lib.gfx942.full_width import use
+
+    one = use(name)
+    stages = {
+        stage: {
+            "slots": round(seen.slots),
+            "flying": seen.flying,
+            "bytes": round(one.bytes_of(stage)),
+        }
+        for stage, seen in one.stages.items()
+    }
+    facts = {"object": one.object, "blocks": one.lowering.num_blocks, "layers": one.spec.num_layers}
+    return facts | {"vgprs": one.vgprs, "spilled": one.spilled, "stages": stages}
+
+
+def kept() -> dict[str, Row]:
+    """By model: bytes of weights of a block and run, slots of a SIMD, bytes that a block has on their way."""
+    made: dict[str, Row] = json.loads(KEPT.read_text())
+    return made
+
+
+def stage_us(row: Row, stage: str) -> float:
+    """That the memory takes for a run's weights of all blocks."""
+    us: float = row["stages"][stage]["bytes"] * row["blocks"] / BANDWIDTH * 1e6
+    return us
+
+
+def share_of_slots(row: Row, stage: str) -> float:
+    """Of those that pass meanwhile; of a layer as a whole, "layer"."""
+    per_us = CLOCK * 1e-6 / CYCLES
+    if stage != "layer":
+        share: float = row["stages"][stage]["slots"] / (stage_us(row, stage) * per_us)
+        return share
+    names = [n for n in row["stages"] if n not in ("lm_head", "choice", "between", "once a launch")]
+    used = sum(row["stages"][n]["slots"] for n in names)
+    share = used / (sum(stage_us(row, n) for n in names) * per_us)
+    return share
+
+
+def needed(row: Row) -> float:
+    """Bytes that a block must have on their way for the bandwidth at LATENCY."""
+    return BANDWIDTH * LATENCY * 1e-6 / float(row["blocks"])
+
+
+def matrices(row: Row) -> list[str]:
+    return [name for name, one in row["stages"].items() if one["bytes"]]
+
+
+def exceeded(row: Row) -> Iterator[str]:
+    """What does not suffice."""
+    for name in matrices(row):
+        flying = row["stages"][name]["flying"]
+        if flying < COVER * needed(row):
+            yield f"{name}: {flying:,} bytes on their way, {COVER * needed(row):,.0f} needed"
+        if share_of_slots(row, name) > MOST_SLOTS:
+            yield f"{name}: {share_of_slots(row, name):.0%} of the issue slots"
+    if share_of_slots(row, "layer") > MOST_SLOTS:
+        yield f"a layer: {share_of_slots(row, 'layer'):.0%} of the issue slots"
+
+
+def lines(name: str, row: Row) -> Iterator[str]:
+    yield (
+        f"{name}: {row['blocks']} blocks, {row['layers']} layers, {row['vgprs']} registers, {row['spilled']} spilled; "
+        f"a block needs {needed(row):,.0f} bytes on their way"
+    )
+    head = f"  {'stage':<14}{'KB a block':>11}{'us':>8}{'slots':>8}{'of those there':>16}"
+    yield f"{head}{'bytes on their way':>20}{'times':>7}"
+    for stage, one in row["stages"].items():
+        cells = f"  {stage:<14}"
+        if one["bytes"]:
+            cells += f"{one['bytes'] / 1024:>11.1f}{stage_us(row, stage):>8.2f}{one['slots']:>8,}"
+            cells += f"{share_of_slots(row, stage):>16.0%}{one['flying']:>20,}{one['flying'] / needed(row):>7.1f}"
+        else:
+            cells += f"{'':>19}{one['slots']:>8,}"
+        yield cells
+    yield f"  a layer        {share_of_slots(row, 'layer'):.0%} of the issue slots while its weights come"
+    yield f"  beyond         {'; '.join(exceeded(row)) or 'nothing'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gfx942.hip_budget", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"by default {', '.join(MODELS)}"
+    )
+    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
+    parser.add_argument("--kept", action="store_true", help="print what it holds, without a run")
+    args = parser.parse_args(argv)
+    print(
+        f"Assumed: {BANDWIDTH / 1e12} TB/s, {LATENCY} us from a load to its data, {CLOCK / 1e9} GHz, {CYCLES} cycles of"
+        " a SIMD an instruction of a wave, 16 one of a quarter's rate. Nothing of this was measured on AMD hardware."
+    )
+    rows = {}
+    for name in args.models or MODELS:
+        rows[name] = kept()[name] if args.kept else counted(name)
+        print("\n".join(lines(name, rows[name])), flush=True)
+    if args.keep:
+        old = kept() if KEPT.exists() else {}
+        KEPT.write_text(json.dumps(old | rows, indent=1) + "\n")
+    return int(any(any(exceeded(row)) for row in rows.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""The HIP kernel's budget a stage: what the committed count says suffices, and it is of today's object."""
+
+import copy
+
+import pytest
+
+from tests.gfx942 import hip_budget
+from tests.gfx942.hip_budget import COVER, exceeded, kept, matrices, needed, share_of_slots
+from tests.lib.gfx942.full_width import object_of
+
+STAGES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+
+
+@pytest.mark.parametrize("name", kept())
+def test_every_stage_has_enough_in_flight_and_slots_to_spare(name, capsys):
+    row = kept()[name]
+    assert sorted(matrices(row)) == sorted(STAGES)
+    assert row["spilled"] == 0
+    assert [*exceeded(row)] == EXCEEDED.get(name, [])
+    assert hip_budget.main([name, "--kept"]) == bool(EXCEEDED.get(name))
+    said = capsys.readouterr().out
+    assert "Nothing of this was measured on AMD hardware." in said and "  gate_up_proj" in said
+
+
+# What is known not to suffice (docs/HIP.md says why).
+EXCEEDED = {
+    "llama-3.2-1b": [
+        "qkv_proj: 49,152 bytes on their way, 49,219 needed",
+        "o_proj: 40,960 bytes on their way, 49,219 needed",
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if "1b" not in n else n for n in kept()]
+)
+def test_the_count_is_of_todays_object(name):
+    """Else `python -m tests.gfx942.hip_budget --keep` is to be run again, and what it writes committed."""
+    assert kept()[name]["object"] == object_of(name).sha256
+
+
+def test_too_little_is_seen():
+    row = copy.deepcopy(kept()["llama-3.2-1b"])
+    row["stages"]["o_proj"]["flying"] = int(COVER * needed(row)) - 1
+    assert any(one.startswith("o_proj: 49,217 bytes") for one in exceeded(row))
+    row = copy.deepcopy(kept()["llama-3.2-1b"])
+    row["stages"]["gate_up_proj"]["slots"] *= 3
+    assert share_of_slots(row, "gate_up_proj") > 0.6
+    assert any(one.startswith("gate_up_proj: ") for one in exceeded(row))
+    row["stages"]["attention"]["slots"] *= 50
+    assert any(one.startswith("a layer: ") for one in exceeded(row))

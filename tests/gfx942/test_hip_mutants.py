@@ -1,0 +1,53 @@
+"""Mutants of the HIP kernel's machine code: one of each kind is caught here; `python -m tests.lib.gfx942.hip_mutants`
+tries all that any request executes. What none executes is named."""
+
+from collections import Counter
+
+import pytest
+
+from tests.lib.gfx942.hip_kernel import KERNEL
+from tests.lib.gfx942.hip_mutants import WALK, caught, idle, tried, unreached, walk
+from tests.lib.gfx942.places import chains
+
+# What changed, and two functions that the instruction stands in: the first such mutant is to be caught.
+KINDS = [
+    ("of a narrower scope", "append", "store_cache"),  # a row of the cache
+    ("of a narrower scope", "qkv_rows", "store_relaxed"),  # a word
+    ("of a narrower scope", "join_attention_out", "poll_until"),  # its reader
+    ("of a narrower scope", "find_place", "store_relaxed"),  # where a workgroup lies
+    ("no wait for vmcnt", "module_rows", "multiply"),  # weights
+    ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
+    ("no barrier", "run_batch", "sync_consumers"),
+]  # fmt: skip
+# Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire cannot
+# be run (docs/HIP.md); others are rare branches of what the requests do run.
+UNREACHED = {
+    "give_up": 900, "tell_best": 240, "attention": 220, "find_peaks": 170, "cut_depth": 170, "edit_logits": 120,
+    "outcome_of": 110, "block_of": 90, "publish_best": 90, "draw": 60, "check_argmax": 50, "gather_candidates": 20,
+    "stage_attention": 20, "join_mlp_out": 30, "find_place": 20, "end_step": 20, "head_rows": 10, "publish_ahead": 5,
+    "join_attention_out": 3, "down_proj": 3, "": 5,
+}  # fmt: skip
+
+
+def of_kind(what: str, *functions: str):
+    places = chains(walk("split").kernel.code_object, KERNEL)
+    for mutant in tried("split"):
+        names = [name.partition("<")[0] for name in places[mutant.index]]
+        there = mutant.what.endswith(what) and all(function in names for function in functions)
+        if there and not idle("split", mutant):
+            yield mutant
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))
+def test_a_mutant_of_each_kind_is_caught(kind):
+    mutant = next(of_kind(*kind))
+    assert caught("split", mutant, 24), mutant.named()
+
+
+def test_code_that_no_request_reaches_is_named():
+    found: Counter[str] = Counter()
+    for chain in unreached("split"):
+        names = [name.partition("<")[0] for name in chain]
+        known = (name for name in names if name in UNREACHED and name not in WALK)
+        found["give_up" if "give_up" in names else next(known, "")] += 1
+    assert {name: count for name, count in found.items() if count > UNREACHED.get(name, 0)} == {}

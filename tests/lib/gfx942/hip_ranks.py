@@ -1,0 +1,82 @@
+"""The HIP kernel on several simulated GPUs: a rank each, whose words all others write (docs/SYNC.md)."""
+
+from typing import Any
+
+import torch
+
+from kog_triton.backends.cuda.launcher import UNLIMITED
+from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.layout.protocol import TENSORS
+from kog_triton.backends.cuda.rank_memory import allocate_ranks, rank_pointers
+from kog_triton.backends.hip.layout import lay_out_hip
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.hip import lower_hip
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests.lib.cuda_walk import write_request
+from tests.lib.gfx942.executor import SYSTEM, Buffer, Kernel, Launch
+from tests.lib.gfx942.hip_kernel import (
+    INCLUDES,
+    KERNEL,
+    LEAST,
+    UNLIMITED_NS,
+    WAVE,
+    HipWalk,
+    compiled,
+)
+
+# Of several ranks the others write a rank's words, and say that they leave.
+SHARED = LEAST | {"words": SYSTEM, "error": SYSTEM}
+
+
+class HipRankWalk(HipWalk):
+    """One model on `ranks` GPUs; `memory` is the first one's, which tells the host."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Any,
+        ranks: int,
+        num_blocks: int = 0,
+        max_context: int = 64,
+        includes: Any = INCLUDES,
+    ) -> None:
+        self.spec = spec
+        self.layout = lay_out_hip(
+            lower_hip(build(spec, ranks), GPUS["mi300x"], num_blocks), max_context
+        )
+        self.kernel = Kernel(compiled(render(self.layout), includes), KERNEL)
+        self.ranks = allocate_ranks(self.layout, weights, 1, [torch.device("cpu")] * ranks).each
+        self.memory = self.ranks[0]
+        self.conditions = {}
+        self.last = None
+
+    def run(self, request, prompt, seed=0, limit=UNLIMITED_NS, logits=None, control=0):  # type: ignore[no-untyped-def]
+        for m in reversed(self.ranks):
+            others = write_request(m, request, prompt, logits, control)
+        grid, block = (
+            (self.layout.lowering.num_blocks, 1, 1),
+            (WAVE, self.layout.threads // WAVE, 1),
+        )
+        launches = [
+            Launch(
+                [bytes(rank_pointers(self.ranks, r, [0], limit, UNLIMITED, **others))],
+                grid,
+                block,
+                r,
+            )
+            for r in range(len(self.ranks))
+        ]
+        tensors = {
+            t.data_ptr(): (name, t)
+            for m in self.ranks
+            for name, t in ({n: getattr(m, n) for n in TENSORS} | others).items()
+            if t.numel()
+        }
+        buffers = [
+            Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0)) for n, t in tensors.values()
+        ]
+        self.last = self.kernel.run(
+            launches, buffers, seed=seed, lds=self.layout.shared_bytes, **self.conditions
+        )
+        return self.last.steps
