@@ -81,10 +81,10 @@ KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 KOG_DEVICE int thread_index() { return static_cast<int>(unknown(wave_index() * kWaveThreads + in_wave())); }
 KOG_DEVICE int workgroup_index() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
 // Which block of the kernel's a workgroup is: its own index until all know on which XCD each lies (place.h).
-struct Place {
+struct BlockPlace {
   int index = workgroup_index();
 };
-KOG_DEVICE int block_index(Place place) {
+KOG_DEVICE int block_index(BlockPlace place) {
   asm volatile("" : "+s"(place.index));
   return place.index;
 }
