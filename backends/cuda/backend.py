@@ -19,6 +19,7 @@ from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.early import FirstKernels
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
@@ -32,8 +33,9 @@ from kog_triton.backends.cuda.layout.short_pass import Ready
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.placing import Placing
-from kog_triton.backends.cuda.products import ArenaProducts, product_texts
+from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
+from kog_triton.backends.cuda.prompt_texts import can_pass, product_texts, prompt_texts
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
@@ -45,8 +47,6 @@ from kog_triton.backends.cuda.short_pass import (
     Linked,
     PassKernels,
     ShortPass,
-    can_pass,
-    functions,
     links_of,
     workspace_bytes,
 )
@@ -100,12 +100,14 @@ class CudaBackend:
     plans_memory = True
     column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
+    early_kernels = True  # a first start has kernels that make tokens alone (early.py)
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
     short_passes = (
         True  # whether short prompts have a pass of their own, where its kernels read the model
     )
 
-    rank_outputs = True  # whether kernels bring module outputs of a library's prompt to all GPUs
+    # Whether kernels bring module outputs of prompts' passes to all GPUs; else torch's copies do, and no pass is short.
+    rank_outputs = True
 
     @classmethod
     def availability(cls) -> Availability:
@@ -177,12 +179,13 @@ class CudaBackend:
         load_columns = partial(self._open_kernel, "columns.cu", "kog_columns")
         # Weights are read and packed while compilers work, each in a process of its own; behind them kernels are found
         # kept. A request waits for the first alone.
-        beside = Background(most=4)
+        beside = Background(most=8)
+        heads = wants_library(options, self.device)
         try:
-            compiled = beside.submit(self._compile_ahead, "decode.cu", self.layout)
-            if wants_library(options, self.device):
+            compile, load = self._compile_ahead, self._open_kernel
+            self.first = FirstKernels(self.layout, heads, self.early_kernels, compile, load, beside)
+            if heads:
                 self._products_compiled = beside.submit(self._compile_products)
-                head_compiled = beside.submit(self._compile_ahead, "head_steps.cu", self.layout)
                 if fuses(self.device):
                     beside.submit(import_fused)
             self.chunks = Chunks(
@@ -192,6 +195,7 @@ class CudaBackend:
                 beside,
                 compile_columns,
                 load_columns,
+                self._moves_outputs(lowering),
             )
             self.columns = Columns(
                 lowering,
@@ -218,16 +222,20 @@ class CudaBackend:
             with self._entry.on_stream():
                 self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
                 self.library = self._open_library(weights, lowering)
-            compiled.result()
-            if self.library is not None:
-                head_compiled.result()
+            self.first.wait()
         except BaseException:
             self.__dict__.clear()  # in a cycle, it would hold the weights until the collector comes
             raise
-        self.kernel = self._open_kernel("decode.cu", "kog_decode", self.layout)
-        self.head_kernel: RankKernel | None = None
-        if self.library is not None:
-            self.head_kernel = self._open_kernel("head_steps.cu", "kog_head_steps", self.layout)
+
+    @property
+    def kernel(self) -> RankKernel:
+        """That of one token, whatever a request wants."""
+        return self.first.decode.take()
+
+    @property
+    def head_kernel(self) -> RankKernel | None:
+        """That of first tokens, likewise; None where no library runs prompts."""
+        return None if self.first.heads is None else self.first.heads.take()
 
     @property
     def memory(self) -> Memory:
@@ -263,7 +271,8 @@ class CudaBackend:
         return self.gpu.num_sms
 
     def _passes_short(self, lowering: CudaLowering) -> bool:
-        return self.short_passes and can_pass(lowering)
+        alone = self.num_devices == 1
+        return self.short_passes and (alone or self.rank_outputs) and can_pass(lowering)
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)
@@ -271,10 +280,9 @@ class CudaBackend:
         return kernel
 
     def _compile_products(self) -> None:
-        texts = [*product_texts(self.layout.lowering).values()]
-        if self._passes_short(self.layout.lowering):
-            texts += {(f.header, f.source) for f in functions(self.spec.dtype).values()}
-        if self._moves_outputs(self.layout.lowering):
+        lowering = self.layout.lowering
+        texts = prompt_texts(lowering, self._passes_short(lowering))
+        if self._moves_outputs(lowering):
             texts.append(self._outputs_text())
         for text in texts:
             begin_cubin(*text, self.gpu.arch)
@@ -451,6 +459,7 @@ class CudaBackend:
 
     def _admit(self, request: Request, position: int) -> None:
         words = encode(request, self.spec.vocab_size)  # while the GPU runs the prompt
+        self.first.note(request.slot, words)
         lay = self.ranks.write_request if self.placing is None else self.placing.add
         lay(request.slot, words, request.prompt, position)
 
@@ -593,11 +602,12 @@ class CudaBackend:
         return self.kernel.resources()
 
     def settle(self) -> None:
+        while self.make_ready():  # which compiles, too
+            pass
+        self.first.settle()
         self.columns.settle()
         self.first_tokens.settle()
         self.chunks.settle(self.devices)
-        while self.make_ready():
-            pass
 
     def make_ready(self) -> bool:
         if self.library is None:
@@ -642,7 +652,8 @@ class CudaBackend:
     ) -> tuple[Layout, Finished]:
         """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
         if step is None:
-            return self.layout, self._launch(self.ranks, slots, most_steps)
+            kernel = self.first.of_steps(slots)
+            return self.layout, self._launch(self.ranks, slots, most_steps, kernel)
         ranks = self.ranks.changed(lambda r: {"words": step.words[r], "scores": step.scores[r]})
         cursors = [*slots] * step.layout.columns if step.layout.chunk else slots
         return step.layout, self._launch(ranks, cursors, most_steps, step.kernel)
@@ -665,7 +676,7 @@ class CudaBackend:
         """Start the kernel of heads on slots whose `streams` are there: a step of each, or one of all together."""
         if step is not None:
             return self._launch_slots(slots, 1, step)
-        return self.layout, self._launch(self.ranks, slots, len(slots), self.head_kernel)
+        return self.layout, self._launch(self.ranks, slots, len(slots), self.first.of_heads(slots))
 
     def _launch(
         self,

@@ -17,7 +17,6 @@ from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
 from kog_triton.backends.cuda.layout.columns import POSITIONS, layout_of_chunks
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
-from kog_triton.backends.cuda.rank_outputs import takes as moves_outputs
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.cuda import CudaLowering
@@ -50,15 +49,15 @@ CHUNKED_NARROW = Crossover(40, 64)
 MOST_CHUNKS = 32
 
 
-def crossover_of_ranks(lowering: CudaLowering) -> Crossover:
-    """Tokens whose chunks of POSITIONS take as long as a pass of the library: a graph's, or behind a cached prefix what
-    the host takes to queue it on two GPUs, and on more as many times longer as they are more."""
+def crossover_of_ranks(lowering: CudaLowering, graphs: bool) -> Crossover:
+    """Tokens whose chunks of POSITIONS take as long as a pass of the library: a fresh prompt's by `graphs`, or else
+    what the host takes to queue it on two GPUs, and on more as many times longer as they are more."""
     schedule = lowering.schedule
     layers, ranks = schedule.spec.num_layers, schedule.num_ranks
     read = max(lowering.stream_bytes(rank) for rank in range(ranks))
     chunk_s = read / (SHARE * lowering.gpu.bandwidth) + layers * CHUNK_LAYER_S
     queued = layers * RANKS_LAYER_S * ranks / 2
-    fresh = layers * GRAPH_LAYER_S if moves_outputs(schedule) else queued
+    fresh = layers * GRAPH_LAYER_S if graphs else queued
     tokens = (int(POSITIONS * seconds / chunk_s) for seconds in (fresh, queued))
     return Crossover(*tokens)
 
@@ -76,6 +75,7 @@ class Chunks:
     compiler   where it is compiled
     compile    puts a layout's kernel where `load` finds it
     load       makes it ready to run; by the thread that launches, or that settles while nothing runs
+    graphs     on several GPUs: fresh prompts of the library are graphs
     kernel     None until it is compiled and then asked for, and where there is none
     """
 
@@ -90,8 +90,9 @@ class Chunks:
         compiler: Submits,
         compile: Callable[[Layout], object],
         load: Callable[[Layout], RankKernel],
+        graphs: bool = False,
     ) -> None:
-        self._compile, self._load = compile, load
+        self._compile, self._load, self._graphs = compile, load, graphs
         self._layout = layout_of_chunks(lowering, max_context, positions)
         if self._layout is not None:
             self._compiled = compiler.submit(self._run, self._layout)
@@ -133,7 +134,7 @@ class Chunks:
         if layout is None:
             return BY_TOKEN
         if layout.lowering.schedule.num_ranks > 1:
-            return self._crossover(crossover_of_ranks(layout.lowering))
+            return self._crossover(crossover_of_ranks(layout.lowering, self._graphs))
         return self.crossover_of_passes
 
     @property

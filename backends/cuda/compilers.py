@@ -51,7 +51,9 @@ class Background:
             )  # or the last one's, and all that it holds, would wait here for the next
 
 
-PROCESSES = Background(len(os.sched_getaffinity(0)))
+# With cores enough for a first start's early kernels (early.py) one is left to Python, which loads meanwhile.
+CORES = len(os.sched_getaffinity(0))
+PROCESSES = Background(CORES if CORES < 6 else CORES - 1)
 
 
 def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:

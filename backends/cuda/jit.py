@@ -50,6 +50,11 @@ def begin_cubin(header: str, source: str = "decode.cu", arch: str = HOPPER) -> N
     _begin(*_named(header, source, arch))
 
 
+def is_kept(header: str, source: str, arch: str = HOPPER) -> bool:
+    """Whether nothing would be compiled; DeviceError if there is no compiler."""
+    return kernel_cache.load(_named(header, source, arch)[-1]) is not None
+
+
 def compile_cubin(
     header: str,
     source: str = "decode.cu",

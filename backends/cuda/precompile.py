@@ -3,6 +3,7 @@
 import os
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.early import tokens_only
 from kog_triton.backends.cuda.jit import begin_cubin
 from kog_triton.backends.cuda.layout.columns import (
     COUNTS,
@@ -12,12 +13,15 @@ from kog_triton.backends.cuda.layout.columns import (
 )
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
+from kog_triton.backends.cuda.prompt_texts import can_pass, prompt_texts
 from kog_triton.backends.cuda.toolchain import HOPPER
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.model.spec import DTYPES, DType, ModelSpec
 from kog_triton.schedule.cuda import CudaLowering, lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import describe
+
+LIBRARY = ("auto", "library")  # ways of prompts that may be the library's
 
 
 def precompile(spec: ModelSpec, options: BackendOptions) -> None:
@@ -31,19 +35,44 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     gpu = describe(read_gpu())
     if gpu.arch != HOPPER or options.device not in ("", "nvidia", gpu.name):
         return
-    kernels = _kernels(lower(build(spec, options.num_gpus), gpu), options)
-    beside = len(os.sched_getaffinity(0)) - 1  # a core is Python's, which imports meanwhile
-    for source, layout in kernels[: max(1, beside)]:
-        begin_cubin(render(layout), source, gpu.arch)
+    lowering = lower(build(spec, options.num_gpus), gpu)
+    for header, source in _in_order(_kernels(lowering, options), _prompts(lowering, options)):
+        begin_cubin(header, source, gpu.arch)
+
+
+def _in_order(
+    kernels: list[tuple[str, Layout]], prompts: list[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Headers and sources to begin. An opening waits for early kernels and prompts' alone: with cores enough the
+    others, which take longest, begin beside both; else behind them. Where there are no early ones, as many kernels as
+    leave Python a core, which imports meanwhile."""
+    beside = max(1, len(os.sched_getaffinity(0)) - 1)
+    early, others = (
+        [(render(layout), source) for source, layout in kernels if layout.tokens_only is only]
+        for only in (True, False)
+    )
+    if not early:
+        return others[:beside]
+    if 2 * len(others) <= beside:
+        return [*early, *others, *prompts]
+    return [*early, *prompts, *others]
+
+
+def _prompts(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, str]]:
+    """Of the kernels of prompts, where the library has them."""
+    return prompt_texts(lowering, can_pass(lowering)) if options.prefill in LIBRARY else []
 
 
 def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
-    """Sources with their layouts, of what the opening waits for first."""
+    """Sources with their layouts, of what a first token waits for first."""
     max_context = options.max_context or lowering.schedule.spec.max_context
     layout = lay_out(lowering, max_context)
-    kernels = [("decode.cu", layout)]
-    if options.prefill in ("auto", "library"):
-        kernels.append(("head_steps.cu", layout))
+    sources = ["decode.cu"]
+    if options.prefill in LIBRARY:
+        sources.append("head_steps.cu")
+    early = [(source, tokens_only(source, layout)) for source in sources]
+    kernels = [(source, one) for source, one in early if one is not None]
+    kernels += [(source, layout) for source in sources]
     if options.prefill in ("auto", "kernel"):
         chunks = layout_of_chunks(lowering, max_context, POSITIONS)
         kernels += [("columns.cu", chunks)] if chunks else []

@@ -15,20 +15,16 @@ from kog_triton.backends.cuda.layout.prompt import (
     ProductCall,
     ProductKernel,
     deal,
-    render_product,
     takes,
 )
-from kog_triton.backends.cuda.layout.unpack import render_unpack
 from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.schedule.cuda import CudaLowering
-from kog_triton.schedule.cuda_weights import StreamWeights
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import first_ring_slots, group_places, unit_places
 from kog_triton.schedule.schedule import Stage
 
 Tensor = torch.Tensor
-PRODUCTS, UNPACK = "prompt.cu", "unpack.cu"
 MOST_GROUPS = 16  # of 8 rows, of a tile: a matrix's table is padded to whole tiles
 MOST_READY = 256  # 2 KB each: four stages of chunks, buckets and some ends of prompts
 
@@ -191,17 +187,3 @@ def unpacked_group_tables(
 def _groups(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
     groups = group_places(lowering, stage, units)
     return np.pad(groups, ((0, 0), (0, -groups.shape[1] % MOST_GROUPS), (0, 0)), mode="edge")
-
-
-def product_texts(
-    lowering: CudaLowering,
-) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
-    """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
-    spec = lowering.schedule.spec
-    texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
-        k: (render_product(k, spec.dtype, bool(spec.narrow)), PRODUCTS) for k in KERNELS
-    }
-    if spec.narrow:
-        kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
-        texts |= {kind: (render_unpack(kind, spec.dtype), UNPACK) for kind in kinds}
-    return texts

@@ -15,17 +15,12 @@ from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.prompt import (
     ProductCall,
     ProductKernel,
-    render_product,
-    takes,
 )
 from kog_triton.backends.cuda.layout.short_pass import (
     ATTEND_THREADS,
     GATE_THREADS,
     HEAD_THREADS,
     JOIN_THREADS,
-    MOST_HEAD_DIM,
-    MOST_HIDDEN,
-    MOST_RANKS,
     PLACE_THREADS,
     QUERIES,
     ROWS,
@@ -42,10 +37,9 @@ from kog_triton.backends.cuda.layout.short_pass import (
     Queue,
     Ready,
     SendCall,
-    attend_bytes,
     cut_of,
-    render_short_pass,
 )
+from kog_triton.backends.cuda.prompt_texts import functions
 from kog_triton.backends.cuda.staging import Staging
 from kog_triton.backends.prefill.library import on_device
 from kog_triton.backends.prefill.upload import upload
@@ -56,16 +50,7 @@ from kog_triton.schedule.lowering import layer_matrices
 
 Tensor = torch.Tensor
 MOST_TOKENS = SHORT_KERNELS[-1].tokens
-SUMS_BYTES = 256  # shared memory of a kernel between products but attention: its warps' sums
 LOG2_E = 1.0 / math.log(2.0)
-
-
-class Function(NamedTuple):
-    """One function of a pass: its header and source, its dynamic shared memory."""
-
-    header: str
-    source: str
-    shared: int
 
 
 class ShortPrompt(NamedTuple):
@@ -112,38 +97,6 @@ class Linked(NamedTuple):
     rank: int
     links: Sequence[Link]
     limit_ns: int
-
-
-def can_pass(lowering: CudaLowering) -> bool:
-    """Whether these kernels read the model: one lane, 16-bit matrices that prompt.cu reads, heads and streams that
-    fit."""
-    spec, schedule = lowering.schedule.spread, lowering.schedule
-    matrices = layer_matrices(lowering.schedule)
-    if lowering.schedule.spec.narrow:
-        return False
-    sizes = spec.head_dim % QUERIES == 0 and spec.head_dim <= MOST_HEAD_DIM
-    sizes = sizes and spec.hidden_size % 4 == 0 and spec.hidden_size <= MOST_HIDDEN
-    alone = spec.num_lanes == 1 and schedule.shards_per_rank == 1
-    alone = alone and schedule.num_ranks <= MOST_RANKS
-    return alone and sizes and all(takes(lowering, s) for s in matrices)
-
-
-BETWEEN = ("kog_join", "kog_send", "kog_meet", "kog_heads", "kog_attend", "kog_gate")
-
-
-def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
-    """All that passes launch, by kernel and name."""
-    out = {}
-    for kernel in SHORT_KERNELS:
-        product = render_product(kernel, dtype, parts=True)
-        out[kernel, "kog_product"] = Function(product, "prompt.cu", kernel.shared_bytes)
-        between = render_short_pass(kernel.tokens, dtype)
-        for name in BETWEEN:
-            shared = attend_bytes(kernel.tokens) if name == "kog_attend" else SUMS_BYTES
-            out[kernel, name] = Function(between, "short_pass.cu", shared)
-    first = SHORT_KERNELS[0]  # what has no tokens is taken from the first pass's module
-    out[first, "kog_place"] = Function(out[first, "kog_gate"].header, "short_pass.cu", 0)
-    return out
 
 
 class PassKernels:

@@ -37,6 +37,7 @@ class HipBackend(CudaBackend):
     rank = None  # type: ignore[assignment]  # "auto" does not take it
     column_counts = ()  # there are no kernels of columns and chunks yet
     chunk_positions = 0
+    early_kernels = False
     profile = None  # type: ignore[assignment]  # and none that takes stamps
 
     @classmethod

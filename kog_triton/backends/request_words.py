@@ -57,6 +57,11 @@ class Flag(IntFlag):
     LOGPROBS = 1024
 
 
+WANTS_MORE = (
+    Flag.EDITED | Flag.CUT | Flag.LOGPROBS
+)  # of its logits than a token: include/kog/choose.h
+
+
 # name -> format of struct: I uint32, f float32, Q uint64, d float64
 FIELDS = {
     "first": "I",  # position of the first token to run: those before are in the cache

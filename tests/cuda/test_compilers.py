@@ -204,4 +204,5 @@ def test_an_error_in_the_background_goes_to_who_asks():
 
 
 def test_all_cores_of_this_process_compile():
-    assert compilers.PROCESSES._most == len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    assert compilers.PROCESSES._most == (cores if cores < 6 else cores - 1)

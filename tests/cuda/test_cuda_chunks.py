@@ -265,7 +265,9 @@ def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, gpus,
     }[name, gpus][positions]
     lowering = lower(build(named_shape(name), gpus), GPUS["h200"])
     with ThreadPoolExecutor(1) as compiler:
-        ready = chunks.Chunks(lowering, 64, positions, compiler, lambda _: None, lambda _: None)
+        ready = chunks.Chunks(
+            lowering, 64, positions, compiler, lambda _: None, lambda _: None, graphs=True
+        )
     assert ready.crossover == Crossover(*expected)
 
 

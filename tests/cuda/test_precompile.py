@@ -13,9 +13,11 @@ import torch
 
 from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import early
 from kog_triton.backends.cuda import precompile as cuda
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.prompt_texts import can_pass, prompt_texts
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.bench.model import open_model
 from kog_triton.checkpoint import hub
@@ -31,8 +33,9 @@ from tests.lib.gpus import H200_SEEN
 
 @pytest.fixture
 def begun(monkeypatch):
-    """What the CUDA backend began, on a machine with an H200 and cores enough: texts and sources."""
+    """What the CUDA backend began, on a machine with an H200 and cores enough, nothing kept: texts and sources."""
     done: list[tuple[str, str]] = []
+    monkeypatch.setattr(early, "is_kept", lambda *_: False)
     monkeypatch.setattr(cuda, "read_gpu", lambda: H200_SEEN)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr(
@@ -45,6 +48,7 @@ class Asking(FiberBackend):
     """Notes the texts that it asks its compiler for, of all its kernels."""
 
     column_counts, columns_ahead, chunk_positions = COUNTS, True, POSITIONS
+    early_kernels = True
 
     def __init__(self, *arguments, **options):
         self.asked = set()
@@ -53,6 +57,10 @@ class Asking(FiberBackend):
 
     def _compile(self, source, layout):
         self.asked.add((render(layout), source))
+
+    def _compile_products(self):
+        lowering = self.layout.lowering
+        self.asked |= {*prompt_texts(lowering, can_pass(lowering))}
 
     def _load(self, source, entry, layout):
         return None
@@ -87,23 +95,44 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options)
         both |= backend.asked
         begun.clear()
     precompile.precompile(name, **asked)
-    assert [source for _, source in begun[:2]] == ["decode.cu", "head_steps.cu"]
+    assert [source for _, source in begun[:4]] == ["decode.cu", "head_steps.cu"] * 2
+    assert ["kTokensOnly = true" in text for text, _ in begun[:4]] == [True, True, False, False]
     assert set(begun) == both
 
 
-@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (6, 5), (7, 6), (99, 6)])
+ASKED = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
+PROMPTS = ("prompt.cu", "short_pass.cu")
+
+
+@pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4)])
 def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, kernels):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
-    sources = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
-    assert [source for _, source in begun] == sources[:kernels]
+    assert [source for _, source in begun] == ASKED[:kernels]
+
+
+@pytest.mark.parametrize(
+    ("cores", "longest_first"), [(6, False), (12, False), (13, True), (99, True)]
+)
+def test_with_cores_enough_what_takes_longest_begins_beside_what_is_waited_for(
+    begun, monkeypatch, cores, longest_first
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    precompile.precompile("cuda", num_slots=8)
+    sources = [source for _, source in begun]
+    assert sources[:2] == ["decode.cu", "head_steps.cu"]  # the early ones
+    prompts = [source for source in sources if source in PROMPTS]
+    assert prompts  # short ones too, of a model that has passes
+    assert sources[2:] == (ASKED + prompts if longest_first else prompts + ASKED)
 
 
 def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=64)
     spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
     lowering = cuda.lower(cuda.build(spec), find_gpu("h200"))
-    assert begun[0] == (render(cuda.lay_out(lowering, 64)), "decode.cu")
+    layout = cuda.lay_out(lowering, 64)
+    assert begun[0] == (render(replace(layout, tokens_only=True)), "decode.cu")
+    assert begun[2] == (render(layout), "decode.cu")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from kog_triton.backends.cuda.layout.prompt import render_product
 from kog_triton.backends.cuda.layout.short_pass import CALLS, SHORT_KERNELS, render_short_pass
 from kog_triton.backends.cuda.memory import pack_arena
 from kog_triton.backends.cuda.products import group_tables
-from kog_triton.backends.cuda.short_pass import ShortPass, ShortPrompt, can_pass
+from kog_triton.backends.cuda.prompt_texts import can_pass
+from kog_triton.backends.cuda.short_pass import ShortPass, ShortPrompt
 from kog_triton.backends.prefill.weights import load_layer
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import DTYPES, RandomWeights

@@ -9,7 +9,8 @@ import torch
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import placing, staging
-from kog_triton.backends.cuda.short_pass import MOST_TOKENS, can_pass, workspace_bytes
+from kog_triton.backends.cuda.prompt_texts import can_pass
+from kog_triton.backends.cuda.short_pass import MOST_TOKENS, workspace_bytes
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.checkpoint.random_weights import RandomWeights

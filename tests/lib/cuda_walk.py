@@ -242,7 +242,7 @@ class FiberBackend(CudaBackend):
     column_counts = ()
     columns_ahead = False  # where a test opens them, it says which
     chunk_positions = 0
-    short_passes = rank_outputs = False  # tests/lib/short_pass.py has them
+    early_kernels = short_passes = rank_outputs = False  # tests/lib/short_pass.py has passes
 
     @classmethod
     def availability(cls):

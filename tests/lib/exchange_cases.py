@@ -5,7 +5,7 @@ from dataclasses import replace
 from kog_triton.backends.cuda.layout.exchanges import column_kernel, decode_kernel
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import Head, Reduce
-from kog_triton.schedule import triton
+from kog_triton.schedule import triton, triton_exchanges
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
@@ -26,9 +26,9 @@ def kernel_of(spec, which, ranks=1):
     if which in ("triton", "prompt", "shared"):
         tiles = triton.lower_tiles(schedule, 132, 1024)
         makes = {
-            "triton": triton.decode_kernel,
-            "prompt": triton.prompt_kernel,
-            "shared": triton.shared_kernel,  # lanes share no step
+            "triton": triton_exchanges.decode_kernel,
+            "prompt": triton_exchanges.prompt_kernel,
+            "shared": triton_exchanges.shared_kernel,  # lanes share no step
         }
         return makes[which](tiles, schedule)
     lowering = lower(schedule, GPUS["h200"])

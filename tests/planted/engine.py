@@ -100,8 +100,8 @@ FAULTS = (
     ),
     Fault(
         "text/tokenizer.py",
-        " and not self._guard.loose:",
-        ":",
+        "guarded = marked != plain or self._guard.loose",
+        "guarded = marked != plain",
         "host/test_text_chat.py",
         "wide letters of a user fold into a special token",
     ),

@@ -13,3 +13,14 @@ class Fault:
     tests: str
     what: str
     quick: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A change drawn at random (draw.py): `changed` is the whole file with it; any of `tests` must notice."""
+
+    path: str
+    line: int
+    before: str
+    changed: str
+    tests: tuple[str, ...]

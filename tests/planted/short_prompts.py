@@ -32,7 +32,7 @@ FAULTS = (
         "all prompts of a pass are put into the first one's slot",
     ),
     Fault(
-        "backends/cuda/short_pass.py",
+        "backends/cuda/prompt_texts.py",
         "    if lowering.schedule.spec.narrow:",
         "    if False:",
         "cuda/test_short_prompts.py",

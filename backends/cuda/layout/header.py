@@ -145,6 +145,7 @@ def _flags(layout: Layout) -> dict[str, bool]:
     mixes = layout.region("part").stride > 0
     return {
         "profile": layout.profile_tokens > 0,
+        "tokens_only": layout.tokens_only,
         "chunk": layout.chunk,
         "streams": layout.lowering.streams,
         "results_over_sums": layout.results_over_sums,

@@ -70,6 +70,7 @@ class Layout:
     small_bytes: int = SMALL_BYTES
     joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
+    tokens_only: bool = False  # no request wants more of its logits than a token (early.py)
 
     @property
     def part_queries(self) -> int:

@@ -70,7 +70,7 @@ KOG_DEVICE int rank_of(const Argument& p) {
 struct Block {
   const Pointers& p;
   const u32* request;  // the words of the request in hand
-  Place place;
+  BlockPlace place;
   int block, lane, group_index;  // of the grid; the lane, of all, it works for; its index in that lane's group
   int thread, warp, in_warp;
   u8* ring;

@@ -72,7 +72,7 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   stamp(b, Point::kQkvProj);
   walk.ending.load(b);
   keep_best(b, mine);
-  if ((flags & kWantsMore) != 0) {
+  if (!kTokensOnly && (flags & kWantsMore) != 0) {
     choose(b.p, b.request, {walk.heads, position, control});
     acquire_cache();
   } else {

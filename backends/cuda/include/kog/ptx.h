@@ -35,8 +35,8 @@ KOG_DEVICE int thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-struct Place {};  // what a block knows of where it stands: here its index says all
-KOG_DEVICE int block_index(Place = {}) {
+struct BlockPlace {};  // what a block knows of where it stands: here its index says all
+KOG_DEVICE int block_index(BlockPlace = {}) {
   int i;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
   return i;

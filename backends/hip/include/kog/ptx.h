@@ -86,10 +86,10 @@ KOG_DEVICE int* place_in_shared() {
   static __attribute__((shared)) int index;
   return &index;
 }
-struct Place {
+struct BlockPlace {
   int index = __builtin_amdgcn_readfirstlane(*in_shared(place_in_shared()));
 };
-KOG_DEVICE int block_index(Place place) {
+KOG_DEVICE int block_index(BlockPlace place) {
   asm volatile("" : "+s"(place.index));
   return place.index;
 }

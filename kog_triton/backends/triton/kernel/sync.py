@@ -78,6 +78,12 @@ def meet(S: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.constexpr_function
+def asks_by_barrier(S):
+    """Whether a block learns by `any_set` what its threads have found: AMD has no barrier that reduces."""
+    return S.vendor != "amd"
+
+
 @triton.jit
 def any_set(xs, S: tl.constexpr):
     """1 if in a tuple of int32 tensors any element of any of the block's threads is not zero, else 0; a barrier.

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     any_set,
+    asks_by_barrier,
     expired,
     load_shared,
     load_uncached,
@@ -269,12 +270,7 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
     Threads may differ in whether they have, so the block agrees on it too.
     """
     COUNT: tl.constexpr = len(lacking)
-    if S.vendor == "amd":  # which has no such barrier: in one maximum
-        late = expired(since, tries, limit, S)
-        state = tl.max(lacking[0] * (1 + late))
-        for i in tl.static_range(1, COUNT):
-            state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
-    else:
+    if asks_by_barrier(S):
         state = any_set(lacking, S)
         if (state != 0) & ((tries % CLOCK_EVERY == 0) | (limit == 0)):
             late = expired(since, tries, limit, S)
@@ -282,6 +278,11 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
             for i in tl.static_range(COUNT):
                 overdue = overdue + (lacking[i] * late,)
             state += any_set(overdue, S)
+    else:  # in one maximum
+        late = expired(since, tries, limit, S)
+        state = tl.max(lacking[0] * (1 + late))
+        for i in tl.static_range(1, COUNT):
+            state = tl.maximum(state, tl.max(lacking[i] * (1 + late)))
     return state
 
 

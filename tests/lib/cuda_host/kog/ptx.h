@@ -169,8 +169,8 @@ KOG_EMULATED u32 to_half(float v, bool f16) {
 namespace kog {
 
 KOG_EMULATED int thread_index() { return host::current->thread; }
-struct Place {};
-KOG_EMULATED int block_index(Place = {}) { return host::current->block_index; }
+struct BlockPlace {};
+KOG_EMULATED int block_index(BlockPlace = {}) { return host::current->block_index; }
 inline void sleep_a_while() { host::yield(); }
 template <int>
 void take_registers() {}
