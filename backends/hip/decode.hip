@@ -3,6 +3,7 @@
 #include <kog/place.h>
 
 KOG_KERNEL void kog_decode(const kog::Pointers p) {
+  kog::begin_place();
   kog::Block b(p);
   kog::init_block(b);
   kog::sync_consumers();

@@ -2,6 +2,7 @@
 #include <kog/stage.h>
 
 KOG_KERNEL void kog_stage(const kog::StageCall call) {
+  kog::begin_place();
   kog::Block b(call.p);
   kog::init_block(b);
   kog::sync_consumers();

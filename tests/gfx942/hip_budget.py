@@ -122,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.models or MODELS:
         rows[name] = kept()[name] if args.kept else counted(name)
         print("\n".join(lines(name, rows[name])), flush=True)
-    if args.keep:
-        old = kept() if KEPT.exists() else {}
-        KEPT.write_text(json.dumps(old | rows, indent=1) + "\n")
+        if args.keep:
+            old = kept() if KEPT.exists() else {}
+            KEPT.write_text(json.dumps(old | rows, indent=1) + "\n")
     return int(any(any(exceeded(row)) for row in rows.values()))
 
 

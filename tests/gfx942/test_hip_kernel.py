@@ -48,6 +48,13 @@ def test_a_context_that_is_split(conditions):
     assert generate(one, "long prompt", conditions) == (split_tokens(), FINISHED)
 
 
+@pytest.mark.parametrize("name", ["edits", "rules"])
+def test_blocks_by_xcd_are_the_same_throughout_a_token(name):
+    """What chooses the token makes a Block of its own: in the executor's usual order it is the workgroup's index."""
+    conditions = CONDITIONS["plain"] | {"xcc": lambda group: group * 5 % 7}
+    assert generate(walk("llama"), name, conditions) == (expected("llama", name), FINISHED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 18))
 @pytest.mark.parametrize(("case", "name"), RUNS)

@@ -27,6 +27,7 @@ KERNEL = """
 #include <kog/place.h>
 #include <kog/ring.h>
 KOG_KERNEL void kog_places(const kog::Pointers p) {
+  kog::begin_place();
   kog::Block b(p);
   kog::init_block(b);
   kog::sync_consumers();

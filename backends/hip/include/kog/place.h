@@ -67,6 +67,7 @@ KOG_DEVICE void find_place(Block& b) {
   }
   sync_consumers();
   b.place.index = __builtin_amdgcn_readfirstlane(block_of(*counts, die_index()));
+  if (b.thread == 0) *in_shared(place_in_shared()) = b.place.index;
   sync_consumers();
   b.begin_stage();
 }

@@ -80,9 +80,14 @@ KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 // Asked again, they are new numbers (Block::begin_stage says why).
 KOG_DEVICE int thread_index() { return static_cast<int>(unknown(wave_index() * kWaveThreads + in_wave())); }
 KOG_DEVICE int workgroup_index() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }
-// Which block of the kernel's a workgroup is: its own index until all know on which XCD each lies (place.h).
+// Which block of the kernel's a workgroup is: its own index until all know on which XCD each lies (place.h). Every Block
+// that is made finds it in shared memory, and keeps it in a register.
+KOG_DEVICE int* place_in_shared() {
+  static __attribute__((shared)) int index;
+  return &index;
+}
 struct BlockPlace {
-  int index = workgroup_index();
+  int index = __builtin_amdgcn_readfirstlane(*in_shared(place_in_shared()));
 };
 KOG_DEVICE int block_index(BlockPlace place) {
   asm volatile("" : "+s"(place.index));
@@ -251,6 +256,11 @@ KOG_DEVICE void sync_consumers() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+// Before the first Block is made.
+KOG_DEVICE void begin_place() {
+  if (wave_index() == 0 && in_wave() == 0) *in_shared(place_in_shared()) = workgroup_index();
+  sync_consumers();
 }
 // A barrier that also says whether any thread brought `p`.
 KOG_DEVICE bool any_consumer(bool p) {
