@@ -114,18 +114,6 @@ def any_set(xs, S: tl.constexpr):
 
 
 @triton.jit
-def picked(w, MASK: tl.constexpr, BASE: tl.constexpr, S: tl.constexpr):
-    """w & MASK | BASE. Of two known numbers NVIDIA's compiler makes two instructions, unless told."""
-    if S.vendor == "nvidia":
-        mask, base = tl.full((1, 1, 1), MASK, tl.int32), tl.full((1, 1, 1), BASE, tl.int32)
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [w, mask, base], tl.int32, True, 1
-        )
-    else:
-        return (w & MASK) | BASE
-
-
-@triton.jit
 def pin(x, S: tl.constexpr):
     """int32 x, computed once and in the layout it has: what follows may convert it, not compute it again in another."""
     if S.vendor == "nvidia":
