@@ -196,6 +196,10 @@ def test_lds():
 
 def test_every_form_of_lds():
     a, o = words(17), words(18)
+    run("lds_threes", a, o)
+    with np.errstate(over="ignore"):
+        x = a[::-1]
+        np.testing.assert_array_equal(o, x + u32(5) * ~x + u32(21) * x + u32(11) * (x + u32(1)))
     run("lds_forms", a, o)
     # the second of its stores holds what the last lane's first does, 100 further
     with np.errstate(over="ignore"):

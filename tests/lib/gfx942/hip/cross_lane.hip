@@ -98,6 +98,17 @@ KERNEL lds_wide(const u32* a, u32* o) {
     v2 z = *(v2*)((u32*)s + 4 * 64 + 2 * (T ^ 1));
     o[T] = y.x + 5 * y.y + 7 * y.z + 11 * y.w + 13 * z.x + 17 * z.y;
 }
+KERNEL lds_threes(const u32* a, u32* o) {
+    typedef u32 v3 __attribute__((ext_vector_type(3)));
+    __attribute__((shared)) static v4 s[64];
+    asm volatile("" :: "v"((__attribute__((address_space(3))) v4*)s));  // or LDS would have no bytes
+    v4 y;
+    v3 x = {a[T], ~a[T], a[T] * 3};
+    asm volatile("ds_write_b128 %1, %2\n ds_write_b96 %1, %3\n s_waitcnt lgkmcnt(0)\n"
+                 "ds_read_b128 %0, %4\n s_waitcnt lgkmcnt(0)"
+                 : "=&v"(y) : "v"(16 * T), "v"(v4{9, 9, 9, a[T] + 1}), "v"(x), "v"(16 * (63 - T)) : "memory");
+    o[T] = y.x + 5 * y.y + 7 * y.z + 11 * y.w;
+}
 KERNEL lds_shorts(const u32* a, u32* o) {
     __attribute__((shared)) static u16 s[64];
     __attribute__((shared)) static unsigned char b[64];
