@@ -6,7 +6,6 @@ are those of MXFP4 and zero points, which is enough for bytes and rooflines.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
@@ -14,9 +13,9 @@ from kog_triton.backends import find_backend, refuse_narrow
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
+from kog_triton.cli.model import add_model, open_spec
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import with_format
-from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
@@ -253,38 +252,16 @@ def tiles_summary(schedule: Schedule, tiles: Tiles, gpu: Gpu) -> str:
     )
 
 
-def open_spec(model: str | None, shape: str | None) -> tuple[str, ModelSpec]:
-    """Name and spec of a named shape, of a checkpoint, or of the demo."""
-    if shape:
-        from kog_triton.model.shapes import named_shape
-
-        return shape, named_shape(shape)
-    from kog_triton.checkpoint.folder import Checkpoint
-    from kog_triton.demo import checkpoint_path
-
-    name = Path(model).name if model else "demo"
-    return name, Checkpoint.open(model or checkpoint_path()).spec
-
-
 def _body(argv: Sequence[str] | None) -> int:
     parser = Parser(
         prog="kog plan", description="Show how a model is laid out on a GPU, without a GPU."
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--model", help="a checkpoint folder or a Hugging Face id (default: the demo that ships)"
-    )
-    what.add_argument("--shape", help="a named shape, such as llama-3.2-1b")
+    add_model(parser)
     parser.add_argument(
         "--device", default="h200", help=f"a GPU: {', '.join(GPUS)} (default: h200)"
     )
     parser.add_argument(
         "--gpus", type=positive, default=1, metavar="N", help="how many (default: 1)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16"),
-        help="of the weights in memory (default: as in the checkpoint)",
     )
     parser.add_argument(
         "--format",
@@ -299,9 +276,7 @@ def _body(argv: Sequence[str] | None) -> int:
     )
     args = parser.parse_args(argv)
     gpu = find_gpu(args.device)
-    name, spec = open_spec(args.model, args.shape)
-    if args.dtype:
-        spec = spec.replace(dtype=DTYPES[args.dtype])
+    name, spec = open_spec(args)
     if args.format:
         spec, name = with_format(spec, FORMATS[args.format]), f"{name} as {args.format}"
     console, schedule = Output(), build(spec, args.gpus)

@@ -1,8 +1,5 @@
-"""Every stage of a backend against the reference, on a small model: what a GPU that this project never ran on must
-pass.
-
-The model has what the one that is asked for has, its type, its heads' sizes and all its options, but few layers,
-columns and words, so that its kernels compile and run in seconds.
+"""Every stage of a backend against the reference, on a small model (model/small.py): what a GPU that this project
+never ran on must pass.
 """
 
 import logging
@@ -15,12 +12,12 @@ from kog_triton.backends import STAGE_READS, Backend, BackendOptions, find_backe
 from kog_triton.backends.device import gpu_of
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
-from kog_triton.model.spec import DTYPES, Head, ModelSpec, Reduce
+from kog_triton.model.small import CACHED, CONTEXT, small_model
+from kog_triton.model.spec import Head, ModelSpec, Reduce
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
-TOKENS, CACHED, CONTEXT = 2, 40, 64
-HIDDEN, COLUMNS, VOCAB = 512, 128, 1024  # columns of the MLP, a lane
+TOKENS = 2
 # Root mean square of a stage's error over that of what is expected. On an H200 and on a CPU 16 bits cost 6.0e-3 at most
 # (tests/lib/conformance_backends.py); one wrong row of the widest stage costs more than this.
 LIMIT = 0.02
@@ -69,27 +66,6 @@ def check_stages(backend: type[Backend], spec: ModelSpec, where: str) -> int:
     finally:
         ours.close()
     return count
-
-
-def small_model(spec: ModelSpec, dtype: str = "auto") -> ModelSpec:
-    """As described above. All its windows hold: the first layer has the model's shortest."""
-    lanes = spec.num_lanes
-    layers = min(spec.num_layers, spec.delay + 2)
-    window = min((w for w in spec.windows if w), default=0)
-    return spec.replace(
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        intermediate_size=COLUMNS * lanes,
-        num_heads=lanes * spec.group,
-        num_kv_heads=lanes,
-        vocab_size=VOCAB,
-        max_context=CONTEXT,
-        windows=(min(window, CACHED // 2), *(0,) * (layers - 1)),
-        reduce_attention=spec.reduce_attention[:layers],
-        reduce_mlp=spec.reduce_mlp[:layers],
-        dtype=spec.dtype if dtype == "auto" else DTYPES[dtype],
-        narrow=(),
-    )
 
 
 def mixes(spec: ModelSpec) -> bool:

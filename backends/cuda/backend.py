@@ -5,7 +5,6 @@ and go, is kog_triton/backends/serving.py's and launcher.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import Structure
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,68 +13,49 @@ import numpy as np
 import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
-from kog_triton.backends.compile_log import waited_for
 from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.early import FirstKernels
 from kog_triton.backends.cuda.gpus import open_gpus
-from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
+from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
-from kog_triton.backends.cuda.layout.short_pass import Ready
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.placing import Placing
-from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
-from kog_triton.backends.cuda.prompt_texts import can_pass, product_texts, prompt_texts
+from kog_triton.backends.cuda.prompts_beside import PromptsBeside
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
-from kog_triton.backends.cuda.rank_outputs import PushedExchange, Queue, outputs_bytes
-from kog_triton.backends.cuda.rank_outputs import takes as moves_outputs
+from kog_triton.backends.cuda.rank_outputs import outputs_bytes
 from kog_triton.backends.cuda.recording import record
 from kog_triton.backends.cuda.short_pass import (
-    MOST_TOKENS,
-    Linked,
-    PassKernels,
-    ShortPass,
-    links_of,
     workspace_bytes,
 )
 from kog_triton.backends.cuda.short_prompts import ShortPrompts, stream_of
 from kog_triton.backends.cuda.stages import StageRunner
 from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
-from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.forward import import_fused
 from kog_triton.backends.prefill.library import (
-    LibraryPrefill,
-    bucket_sizes,
     fuses,
     library_for,
-    on_device,
     wants_library,
 )
 from kog_triton.backends.prefill.ranks import (
-    RANK_BUCKETS,
-    RankExchange,
     RankPrefill,
-    RankTensors,
     bucket_bytes,
 )
 from kog_triton.backends.prefill.slices import PromptRun
-from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.backends.recording import RankRecording, Recording
 from kog_triton.backends.request_words import encode, encode_logits
 from kog_triton.backends.resources import Resources
@@ -85,15 +65,15 @@ from kog_triton.backends.watchdog import free_what_was_kept
 from kog_triton.errors import DeviceError, ModelError, RequestError
 from kog_triton.model.spec import DTYPES, ModelSpec
 from kog_triton.schedule.check import check_lowering
-from kog_triton.schedule.cuda import CudaLowering, lower
-from kog_triton.schedule.cuda_weights import StreamWeights, unreadable
+from kog_triton.schedule.cuda import lower
+from kog_triton.schedule.cuda_weights import unreadable
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
 WAIT_NS = int(2 * MASK_S * 1e9)  # that a wait of the kernel may take: more than a mask
 
 
-class CudaBackend:
+class CudaBackend(PromptsBeside):
     name = "cuda"
     vendors = ("nvidia",)
     rank = 1
@@ -102,12 +82,6 @@ class CudaBackend:
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     early_kernels = True  # a first start has kernels that make tokens alone (early.py)
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
-    short_passes = (
-        True  # whether short prompts have a pass of their own, where its kernels read the model
-    )
-
-    # Whether kernels bring module outputs of prompts' passes to all GPUs; else torch's copies do, and no pass is short.
-    rank_outputs = True
 
     @classmethod
     def availability(cls) -> Availability:
@@ -265,159 +239,10 @@ class CudaBackend:
             where = f"GPU {device.index}: " if self.num_devices > 1 else ""
             check_memory(plan, device, self.options.memory_share, where)
 
-    @property
-    def _most_blocks(self) -> int:
-        """Of a launch of a pass."""
-        return self.gpu.num_sms
-
-    def _passes_short(self, lowering: CudaLowering) -> bool:
-        alone = self.num_devices == 1
-        return self.short_passes and (alone or self.rank_outputs) and can_pass(lowering)
-
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)
         self._kernels.append(kernel)
         return kernel
-
-    def _compile_products(self) -> None:
-        lowering = self.layout.lowering
-        texts = prompt_texts(lowering, self._passes_short(lowering))
-        if self._moves_outputs(lowering):
-            texts.append(self._outputs_text())
-        for text in texts:
-            begin_cubin(*text, self.gpu.arch)
-        for text in texts:
-            compile_cubin(*text, self.gpu.arch)
-
-    def _open_library(
-        self, weights: WeightSource, lowering: CudaLowering
-    ) -> LibraryPrefill | RankPrefill | None:
-        if not wants_library(self.options, self.device):
-            return None
-        held = [
-            RankTensors(
-                memory.embed[:, : self.spec.hidden_size],
-                memory.rope,
-                self._open_matrices(lowering, memory),
-            )
-            for memory in self.ranks.each
-        ]
-        short = self._passes_short(lowering)
-        if self.num_devices > 1:
-            exchange = self._open_exchange(lowering)
-            sizes = () if exchange is None else RANK_BUCKETS
-            ranks = RankPrefill(
-                weights,
-                lowering.schedule,
-                self.max_context,
-                held,
-                exchange=exchange,
-                buckets=sizes,
-            )
-            if short:
-                self.short = self._open_short(lowering, held, ranks.layers)
-            return ranks
-        (one,) = held
-        buckets = bucket_sizes(self.max_context)
-        if short:
-            buckets = [size for size in buckets if size > MOST_TOKENS]
-        library = LibraryPrefill(
-            weights,
-            self.spec,
-            self.max_context,
-            one.embed,
-            one.rope,
-            one.matrices,
-            buckets,
-            to_head=True,
-            slots=self.memory.cache[..., : self.spec.head_dim],
-        )
-        if short:
-            self.short = self._open_short(lowering, held, [library.layers])
-            self.placing = Placing(self.memory, self._short_kernels(self.device))
-        return library
-
-    def _moves_outputs(self, lowering: CudaLowering) -> bool:
-        return self.num_devices > 1 and self.rank_outputs and moves_outputs(lowering.schedule)
-
-    def _open_exchange(self, lowering: CudaLowering) -> RankExchange | None:
-        """Of prompts that the library runs on several GPUs; None: torch's copies."""
-        if not self._moves_outputs(lowering):
-            return None
-        cubin = compile_cubin(*self._outputs_text(), self.gpu.arch)
-        opened: dict[tuple[int, str], Kernel] = {}
-
-        def ready(rank: int, name: str, blocks: int, threads: int, call: Structure) -> Queue:
-            device = self.devices[rank]
-            if (rank, name) not in opened:
-                with on_device(device):  # whose context takes modules
-                    opened[rank, name] = Kernel(cubin, name, 256, device)
-                self._kernels.append(opened[rank, name])
-            return opened[rank, name].queued(blocks, threads, call)
-
-        return PushedExchange(lowering.schedule, self.devices, ready, self.wait_ns)
-
-    def _outputs_text(self) -> tuple[str, str]:
-        return render_rank_outputs(), "rank_outputs.cu"
-
-    def _open_short(
-        self,
-        lowering: CudaLowering,
-        held: Sequence[RankTensors],
-        layers: Sequence[Sequence[LayerWeights]],
-    ) -> ShortPrompts:
-        """`held` and `layers` by rank."""
-        hidden, several = self.spec.hidden_size, self.num_devices > 1
-        links = links_of(self.devices, hidden) if several else []
-        passes = []
-        for rank, memory in enumerate(self.ranks.each):
-            tensors, device = held[rank], memory.weights.device
-            own = slice(rank, rank + 1)  # of all shards' streams
-            passes.append(
-                ShortPass(
-                    lowering,
-                    memory.weights,
-                    self._groups_of(tensors.matrices),
-                    tensors.embed,
-                    tensors.rope,
-                    layers[rank],
-                    memory.cache[..., : self.spec.head_dim],
-                    memory.streams[:, own, :hidden],
-                    self._short_kernels(device),
-                    self._most_blocks,
-                    Linked(rank, links, self.wait_ns) if several else None,
-                )
-            )
-        return ShortPrompts(passes, self.max_context, self.spec.vocab_size)
-
-    def _groups_of(self, matrices: Matrices) -> Callable[[str, int], int]:
-        assert isinstance(matrices, ArenaProducts)
-        return matrices.groups
-
-    def _short_kernels(self, device: torch.device) -> Ready:
-        return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
-
-    def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
-        texts, device = product_texts(self.layout.lowering), memory.weights.device
-
-        def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
-            cubin = compile_cubin(*texts[kernel], self.gpu.arch)
-            opened = Kernel(cubin, entry, shared, device)
-            self._kernels.append(opened)
-            return opened
-
-        with waited_for("the kernels of products"):
-            self._products_compiled.result()
-        unpacking = None
-        with on_device(device):  # whose context takes modules
-            if self.spec.narrow:
-                unpacking = Unpacking(
-                    lowering,
-                    memory.weights,
-                    memory.biases,
-                    lambda kind: load(kind, "kog_unpack", 0),
-                )
-            return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load, unpacking)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         return compile_cubin(render(layout), source, layout.lowering.gpu.arch)

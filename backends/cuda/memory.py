@@ -21,14 +21,10 @@ from kog_triton.backends.cuda.layout import protocol
 from kog_triton.backends.cuda.layout.header import gain_scale
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, stamp_words
-from kog_triton.backends.cuda.narrow_weights import (
-    LoadNarrow,
-    load_narrow,
-    narrow_matrices,
-    scales_of_rows,
-)
+from kog_triton.backends.cuda.narrow_weights import narrow_matrices, scales_of_rows
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.memory_plan import MemoryPlan
+from kog_triton.backends.narrow import LoadNarrow, load_narrow
 from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity

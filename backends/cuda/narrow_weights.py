@@ -1,46 +1,14 @@
 """Narrow weights of a checkpoint as the packing takes them: a matrix a shard, with a row's scales as bytes."""
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 
-from kog_triton.backends import WeightSource
-from kog_triton.errors import ModelError
-from kog_triton.model.weight_format import WeightFormat
+from kog_triton.backends.narrow import LoadNarrow, Narrow
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.narrow_packing import NarrowMatrix, scales_by_row
 from kog_triton.schedule.schedule import Axis, Scope, Stage
 from kog_triton.schedule.shards import canonical, shard_matrix
 
 Tensor = torch.Tensor
-
-
-class Narrow(Protocol):
-    """A weight as a narrow checkpoint stores it (checkpoint/narrow.py)."""
-
-    @property
-    def format(self) -> WeightFormat: ...
-    @property
-    def codes(self) -> Tensor: ...
-    @property
-    def scales(self) -> Tensor: ...
-    @property
-    def offsets(self) -> Tensor | None: ...
-    def scale_values(self) -> Tensor: ...
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Narrow": ...
-
-
-LoadNarrow = Callable[[str], Narrow]  # a narrow weight by its canonical name, on the device
-
-
-def load_narrow(weights: WeightSource, bring: Callable[[Tensor], Tensor], name: str) -> Narrow:
-    """ModelError if the source has values of its weights, but no codes."""
-    load = getattr(weights, "narrow", None)
-    if load is None:
-        raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
-    tensor: Narrow = load(name)
-    return tensor.moved(bring)
 
 
 def narrow_matrices(

@@ -18,6 +18,7 @@ from kog_triton.backends.hip.driver import HipKernel, count_gpus
 from kog_triton.backends.hip.findings import look
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.objects import code_object, source_of_code
+from kog_triton.backends.hip.prebuild import prebuild
 from kog_triton.backends.hip.selftest import check_gpu
 from kog_triton.backends.hip.toolchain import MI300
 from kog_triton.backends.unseen_gpu import unseen_gpu
@@ -35,6 +36,7 @@ class HipBackend(CudaBackend):
     name = "hip"
     vendors = ("amd",)
     rank = None  # type: ignore[assignment]  # "auto" does not take it
+    prebuild = staticmethod(prebuild)
     column_counts = ()  # there are no kernels of columns and chunks yet
     chunk_positions = 0
     early_kernels = False

@@ -3,7 +3,7 @@
     KOG_HIP_OBJECTS=folder kog generate --backend hip ..
 
 The folder is the only source then: what it does not hold is refused in one line, which names the file and how it is
-made. `python -m kog_triton.backends.hip.prebuild FOLDER` writes a model's files, where there is a compiler and no GPU.
+made. `python -m kog_triton.prebuild FOLDER` writes a model's files, where there is a compiler and no GPU.
 """
 
 import hashlib
@@ -48,6 +48,6 @@ def code_object(header: str, source: str, arch: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DeviceError(
-            f"{FOLDER} has no {path.name} ({error.strerror}): make it with python -m kog_triton.backends.hip.prebuild "
+            f"{FOLDER} has no {path.name} ({error.strerror}): make it with python -m kog_triton.prebuild "
             "of this version, model and context, or take the variable away to compile here"
         ) from error

@@ -412,9 +412,12 @@ class LaunchServing(Serving[InSlot]):
         # Of the launch alone: a slice may still run before it, and one behind it.
         seconds = Clock(launcher.device) if others_wait else None
         begun = time.monotonic()
-        launch = launcher.launch(self._ready(), most)
-        # Tokens that one of its requests has: in one look there may be those of some, in the next the others'.
-        before_it = [(self.running[slot], len(self.running[slot].output)) for slot in launch.slots]
+        # Tokens that one of its requests has: in one look there may be those of some, in the next the others'. Counted
+        # first, since a kernel that runs while it is started (on the interpreter) may end requests.
+        ready = self._ready()
+        counts = {slot: len(one.output) for slot, one in ready.items()}
+        launch = launcher.launch(ready, most)
+        before_it = [(ready[slot], counts[slot]) for slot in launch.slots]
 
         def made() -> int:
             return max(len(one.output) - count for one, count in before_it)

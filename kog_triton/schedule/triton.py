@@ -399,13 +399,12 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
         stages: list[StageTiles] = []
         offset, cost = 0, 0.0
         for index, stage in enumerate(matrix_stages(schedule)):
-            name = stage.name
+            name, codes = stage.name, tile_codes(schedule, stage)
             if name == "lm_head" and spec.head is Head.CONCAT:
                 stage = replace(stage, cols=spec.hidden_size)  # lane by lane
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
             cuts = [widths] if shared else _cuts(stage.cols)
             size = blocks if stage.scope is Scope.ALL else group
-            codes = tile_codes(schedule, stage)
             tilings = [
                 t
                 for cut in cuts

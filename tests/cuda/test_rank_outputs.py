@@ -9,13 +9,12 @@ import torch
 
 from kog_triton.backends.cuda.layout.rank_outputs import CALLS, THREADS, render_rank_outputs
 from kog_triton.backends.cuda.rank_outputs import LAST, PushedExchange, outputs_bytes
-from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors, bucket_bytes
-from kog_triton.schedule.rope import rope_table
+from kog_triton.backends.prefill.ranks import bucket_bytes
 from kog_triton.schedule.schedule import build
-from tests.host.test_rank_prefill import SPECS, ShardMatrices, empty_caches
 from tests.lib.cuda_walk import ROOT
 from tests.lib.machine_code import instructions, is_local, sass_of_text
-from tests.lib.prefill_cases import BF16, tokens_of, weights_of
+from tests.lib.prefill_cases import BF16, SPECS, tokens_of
+from tests.lib.rank_prefill_cases import empty_caches, rank_prefill_of
 from tests.lib.short_pass import _compiled, run
 
 CPU, ROUNDS = torch.device("cpu"), 2000
@@ -34,15 +33,7 @@ def exchange_of(name, ranks):
 
 
 def opened(name, ranks, exchange=None, buckets=(), chunk=7):
-    spec, weights = SPECS[name], weights_of(name, BF16)
-    schedule = build(spec, ranks)
-    rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, 64))
-    embed = weights.load("embed").to(BF16)
-    tensors = [
-        RankTensors(embed.clone(), rope, ShardMatrices(weights, schedule, r, BF16))
-        for r in range(ranks)
-    ]
-    return RankPrefill(weights, schedule, 64, tensors, chunk, exchange=exchange, buckets=buckets)
+    return rank_prefill_of(name, ranks, BF16, chunk, exchange=exchange, buckets=buckets)
 
 
 def left(made, name, ranks, ids, first=0, caches=None):

@@ -12,10 +12,10 @@ from kog_triton.backends.mailbox import Failure
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
 from kog_triton.model.spec import DType
-from tests.cuda.test_short_prompts import PROMPTS, asked, said, served
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.ring_walker import spec_of
 from tests.lib.short_pass import PassBackend
+from tests.lib.short_requests import PROMPTS, asked, said, served
 
 SPEC = spec_of(
     hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=4, head_dim=32, num_layers=2,

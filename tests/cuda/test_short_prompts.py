@@ -11,50 +11,32 @@ from kog_triton.backends.cuda import backend as cuda_backend
 from kog_triton.backends.cuda import placing, staging
 from kog_triton.backends.cuda.prompt_texts import can_pass
 from kog_triton.backends.cuda.short_pass import MOST_TOKENS, workspace_bytes
-from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
+from kog_triton.backends.mailbox import Failure, Mailbox
 from kog_triton.backends.prefill.upload import upload
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import FORMATS
-from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.ring_walker import spec_of
 from tests.lib.short_pass import PassBackend
+from tests.lib.short_requests import PROMPTS, asked, said, served
 
-GREEDY = SamplingParams(temperature=0)
 SPEC = spec_of(
     hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32, num_layers=2,
     vocab_size=64, dtype=DType.F16, qkv_bias=True, qk_norm=True, max_context=300,
 )  # fmt: skip
-PROMPTS = {0: (5, 6), 1: (7, 9, 40, 33), 2: tuple(range(3, 24)), 3: tuple(range(40, 12, -1))}
 
 
 def opened(kind=PassBackend, prefill="library"):
     return kind(RandomWeights(SPEC), BackendOptions(num_slots=4, prefill=prefill))
 
 
-def asked(slot, count=3, cached=0, **others):
-    return Request(slot, PROMPTS[slot], GREEDY, 0, count, frozenset(), cached=cached, **others)
-
-
-def said(mailbox, slot):
-    return [s.token for s in mailbox.read(slot, 0) if isinstance(s, Step) and s.token >= 0]
-
-
 def left(backend, slot):
     return backend.memory.cache[slot][..., : len(PROMPTS[slot]) + 2, :].clone()
-
-
-def served(backend, *requests):
-    mailbox = Mailbox()
-    for request in requests:
-        mailbox.post(request)
-    backend.generate(mailbox)
-    return mailbox
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import pytest
 
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape
-from kog_triton.stage_check import check_stages, small_model
+from kog_triton.model.small import small_model
+from kog_triton.stage_check import check_stages
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import FLAGS, FiberBackend, FiberKernel, compile_walk
 

@@ -10,8 +10,9 @@ from kog_triton.backends.hip import selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.small import small_model
 from kog_triton.schedule.topology import GPUS
-from kog_triton.stage_check import check_stages, small_model
+from kog_triton.stage_check import check_stages
 from tests.lib.compiled import FOLDER
 from tests.lib.cuda_planting import plant
 from tests.lib.fake_hip import FakeHip

@@ -87,7 +87,7 @@ def test_a_launch_is_expected_to_end_when_it_may(together, said, monkeypatch):
     assert [len(mailbox.read(slot, 0)) for slot in (0, 1)] == [2, 4]
 
 
-class InTurn(Kernel):
+class Alternating(Kernel):
     """The host sees a token of one request, then one of another."""
 
     def step(self):
@@ -99,7 +99,7 @@ class InTurn(Kernel):
 
 
 def test_a_launch_has_as_many_steps_as_one_of_its_requests_has_tokens(monkeypatch):
-    kernel, told, mailbox = InTurn(False), [], Mailbox()
+    kernel, told, mailbox = Alternating(False), [], Mailbox()
     monkeypatch.setattr(serving.Pace, "wait", lambda *_: kernel.step())
     monkeypatch.setattr(serving.Share, "told", lambda self, seconds, tokens: told.append(tokens))
     for slot in (0, 1):

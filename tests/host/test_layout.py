@@ -50,6 +50,7 @@ ENTRY_POINTS = {
     "quantize",
     "doctor",
     "plan",
+    "prebuild",
     "serve",
     "bench",
     "profile",

@@ -9,13 +9,9 @@ import torch
 from kog_triton.backends.prefill import forward
 from kog_triton.backends.prefill import ranks as rank_passes
 from kog_triton.backends.prefill.library import chunks_of
-from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
-from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.errors import ModelError, RequestError
-from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.shards import shard_matrix
 from tests.lib.prefill_cases import (
     BF16,
     F32,
@@ -26,13 +22,9 @@ from tests.lib.prefill_cases import (
     expected_streams,
     prefill_of,
     tokens_of,
-    weights_of,
 )
-from tests.lib.ring_walker import spec_of
+from tests.lib.rank_prefill_cases import empty_caches, rank_prefill_of
 
-SPECS.setdefault("two to a KV head, FFN padded", spec_of(
-    num_heads=8, num_kv_heads=2, intermediate_size=90, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True
-))  # fmt: skip
 RANKS = [
     ("llama", 2),
     ("biases", 2),
@@ -43,49 +35,6 @@ RANKS = [
     ("lanes of all kinds", 4),
     ("lanes, far apart", 4),
 ]
-
-
-class ShardMatrices(Unpacked):
-    """A rank's matrices by their definition, from the canonical weights."""
-
-    def __init__(self, weights, schedule, rank, dtype):
-        self._weights, self._schedule, self._dtype = weights, schedule, dtype
-        each = schedule.shards_per_rank
-        self._own = slice(rank * each, (rank + 1) * each)
-
-    def unpack(self, layer, stage):
-        found, parts = self._schedule.stage(stage), []
-        for name in found.weights:
-            canonical = self._weights.load(f"layers.{layer}.{name}").to(self._dtype)
-            parts.append(shard_matrix(self._schedule, found, canonical)[self._own])
-        if stage == "gate_up_proj":
-            return torch.stack(parts, 2).flatten(1, 2)
-        return torch.cat(parts, 1)
-
-
-def opened(name, ranks, dtype=F32, chunk=7, **changes):
-    spec, weights = SPECS[name], weights_of(name, dtype)
-    schedule = build(spec, ranks)
-    rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, 64))
-    embed = weights.load("embed").to(dtype)
-    tensors = [
-        RankTensors(embed.clone(), rope, ShardMatrices(weights, schedule, r, dtype))
-        for r in range(ranks)
-    ]
-    return RankPrefill(weights, schedule, 64, tensors, chunk, **changes)
-
-
-def empty_caches(name, ranks, dtype=F32):
-    spec, schedule = SPECS[name], build(SPECS[name], ranks)
-    shape = (
-        spec.num_layers,
-        schedule.shards_per_rank,
-        schedule.shard_kv_heads,
-        2,
-        64,
-        spec.head_dim,
-    )
-    return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(ranks)]
 
 
 def expected_by_shard(name, ranks, dtype, count):
@@ -109,7 +58,7 @@ def errors(got, want):
     ids=str,
 )
 def test_keys_values_and_streams_equal_the_reference(name, ranks, ends, dtype):
-    ours, caches, first = opened(name, ranks, dtype), empty_caches(name, ranks, dtype), 0
+    ours, caches, first = rank_prefill_of(name, ranks, dtype), empty_caches(name, ranks, dtype), 0
     spec, each = SPECS[name], build(SPECS[name], ranks).shards_per_rank
     for end in ends:
         streams = [torch.full((each, spec.hidden_size), torch.nan) for _ in range(ranks)]
@@ -131,13 +80,13 @@ def test_lanes_leave_the_bits_that_they_leave_on_one_gpu(ranks, dtype):
     one, whole = prefill_of(name, dtype, buckets=(4,)), empty_cache(name, dtype)
     one.run(tokens_of(40), 0, whole)
     caches = empty_caches(name, ranks, dtype)
-    opened(name, ranks, dtype).begin(tokens_of(40)[:-1], 0, caches).advance(math.inf)
+    rank_prefill_of(name, ranks, dtype).begin(tokens_of(40)[:-1], 0, caches).advance(math.inf)
     assert torch.equal(torch.cat(caches, 1)[..., :39, :], whole[..., :39, :])
 
 
 def test_ranks_of_a_plain_model_keep_equal_streams():
     streams = [torch.zeros(1, SPECS["biases"].hidden_size) for _ in range(2)]
-    run = opened("biases", 2, BF16).begin(
+    run = rank_prefill_of("biases", 2, BF16).begin(
         tokens_of(20), 0, empty_caches("biases", 2, BF16), streams
     )
     run.advance(math.inf)
@@ -146,7 +95,7 @@ def test_ranks_of_a_plain_model_keep_equal_streams():
 
 def test_slices_leave_the_bits_of_a_run_at_once():
     whole, cut = empty_caches("llama", 2), empty_caches("llama", 2)
-    ours, slices = opened("llama", 2), 1
+    ours, slices = rank_prefill_of("llama", 2), 1
     ours.begin(tokens_of(20), 0, whole).advance(math.inf)
     run = ours.begin(tokens_of(20), 0, cut)
     while not run.advance(0):
@@ -156,7 +105,7 @@ def test_slices_leave_the_bits_of_a_run_at_once():
 
 
 def test_a_prompt_that_is_called_off_leaves_no_outputs_behind_and_the_next_one_is_right():
-    ours, caches = opened("llama", 2), empty_caches("llama", 2)
+    ours, caches = rank_prefill_of("llama", 2), empty_caches("llama", 2)
     run = ours.begin(tokens_of(20), 0, caches)
     for _ in range(8):  # in the first layer's join and beyond
         assert not run.advance(0)
@@ -170,7 +119,7 @@ def test_a_prompt_that_is_called_off_leaves_no_outputs_behind_and_the_next_one_i
 
 def test_outputs_go_to_all_ranks_between_their_pieces(monkeypatch):
     """Not within them: a copy behind one GPU's next product would have the other wait for that."""
-    ours, told = opened("llama", 2, chunk=40), []
+    ours, told = rank_prefill_of("llama", 2, chunk=40), []
     right = rank_passes.Exchange.deliver
 
     def deliver(self):
@@ -221,7 +170,7 @@ def test_a_run_is_waited_for_on_all_gpus(monkeypatch):
 
 
 def test_what_does_not_fit_is_refused():
-    ours, caches = opened("llama", 2), empty_caches("llama", 2)
+    ours, caches = rank_prefill_of("llama", 2), empty_caches("llama", 2)
     with pytest.raises(RequestError, match="positions 60 to 64 do not fit a cache of 64"):
         ours.begin([1] * 5, 60, caches)
     with pytest.raises(RequestError, match="token id 101 is outside the vocabulary"):
@@ -262,7 +211,7 @@ def own_only(self, x, o, how, delayed):
 )
 def test_a_planted_fault_is_seen(place, name, wrong, model, monkeypatch):
     monkeypatch.setattr(place, name, wrong)
-    ours, caches = opened(model, 2), empty_caches(model, 2)
+    ours, caches = rank_prefill_of(model, 2), empty_caches(model, 2)
     ours.begin(tokens_of(30), 0, caches).advance(math.inf)
     want = expected_by_shard(model, 2, F32, 30)
     assert not errors(torch.cat(caches, 1)[..., :30, :], want).max() < TOLERANCE[F32]

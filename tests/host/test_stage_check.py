@@ -8,9 +8,10 @@ from kog_triton.backends import STAGE_READS, BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import SHAPES, named_shape
+from kog_triton.model.small import small_model
 from kog_triton.model.spec import DType
 from kog_triton.schedule.topology import describe
-from kog_triton.stage_check import LIMIT, check_new_gpu, check_stages, mixes, small_model
+from kog_triton.stage_check import LIMIT, check_new_gpu, check_stages, mixes
 from tests.lib.gpus import H200_SEEN, SEEN
 
 LANES, PLAIN = named_shape("laneformer-2b"), named_shape("qwen2.5-0.5b")

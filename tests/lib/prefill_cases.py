@@ -48,6 +48,9 @@ SPECS = {
     "qwen2": spec_of(qkv_bias=True, tied_embeddings=True),
     "qwen3": spec_of(qk_norm=True),
     "biases": spec_of(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "two to a KV head, FFN padded": spec_of(
+        num_heads=8, num_kv_heads=2, intermediate_size=90, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
+    ),
     "mistral": spec_of(windows=(5, 0, 17), num_heads=4),
     "lanes at once": lanes((NOW, NOW), (NOW, NOW), (NOW, NOW), delay=0),
     "lanes of all kinds": lanes(

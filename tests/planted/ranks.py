@@ -165,7 +165,7 @@ FAULTS = (
         "heads of all ranks begin with the first lanes' streams",
     ),
     Fault(
-        "backends/cuda/backend.py",
+        "backends/cuda/prompts_beside.py",
         "self._open_matrices(lowering, memory),",
         "self._open_matrices(lowering, self.memory),",
         "cuda/test_cuda_rank_prompts.py",

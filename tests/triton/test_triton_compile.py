@@ -172,10 +172,13 @@ def test_rows_of_any_width_on_hopper(shape, reports_of, compiler):
 
 
 def test_lanes_on_hopper(reports_of, compiler):
-    """Eight lanes of 3,072 values: what leaves a block and what joins it is put together once, not unit by unit."""
+    """Eight lanes of 3,072 values: what leaves a block and what joins it is put together once, not unit by unit.
+
+    Stack: 144 bytes before a barrier told what a wait finds, which takes 152 to 160 and 0.8 % less time a token.
+    """
     (report,) = reports_of("sm_90", "laneformer-2b")
     check_polls(report)
-    assert report.spilled_bytes <= (144 if PINNED else 192)
+    assert report.spilled_bytes <= (160 if PINNED else 192)
     assert report.count(r"BAR.*") <= (200 if PINNED else 220)
 
 

@@ -1,13 +1,11 @@
 """Narrow weights of a checkpoint as the Triton kernel's tiles, and back as values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from kog_triton.backends import WeightSource
-from kog_triton.checkpoint.narrow import NarrowTensor
-from kog_triton.errors import ModelError
+from kog_triton.backends.narrow import Narrow
 from kog_triton.schedule.lowering import row_order
 from kog_triton.schedule.narrow_packing import scales_by_row
 from kog_triton.schedule.schedule import Epilogue, Stage
@@ -16,23 +14,9 @@ from kog_triton.schedule.triton_codes import TileCodes, pack_codes
 from kog_triton.schedule.triton_packing import tiles_of
 
 Tensor = torch.Tensor
-LoadNarrow = Callable[[str], NarrowTensor]  # a narrow weight by its canonical name, on the device
 
 
-def load_narrow(
-    weights: WeightSource, bring: Callable[[Tensor], Tensor], name: str
-) -> NarrowTensor:
-    """ModelError if the source has values of its weights, but no codes."""
-    load = getattr(weights, "narrow", None)
-    if load is None:
-        raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
-    tensor: NarrowTensor = load(name)
-    return tensor.moved(bring)
-
-
-def pack_narrow_tiles(
-    stage: Stage, t: StageTiles, group: int, parts: Sequence[NarrowTensor]
-) -> Tensor:
+def pack_narrow_tiles(stage: Stage, t: StageTiles, group: int, parts: Sequence[Narrow]) -> Tensor:
     """All blocks' tiles of one stage, int32 [words of all]; `parts` are the matrices that the stage stacks."""
     assert t.codes
     codes = torch.cat([_matrix(part.codes.view(torch.uint8)) for part in parts])
@@ -98,7 +82,7 @@ def _matrix(values: Tensor) -> Tensor:
     return values.reshape(values.shape[-2:])
 
 
-def _by_row(part: NarrowTensor, values: Tensor) -> Tensor:
+def _by_row(part: Narrow, values: Tensor) -> Tensor:
     """What a scale group has, a row: [rows, groups along K]."""
     by_row: Tensor = scales_by_row(part.format.group_rows, values, part.codes.shape[-2])
     return by_row

@@ -12,7 +12,7 @@ is 2^120 too small, a subnormal one included.
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.sync import pin
+from kog_triton.backends.triton.kernel.sync import picked, pin
 from kog_triton.backends.triton.kernel.words import LINE, high, low
 
 E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
@@ -50,18 +50,6 @@ def zero(T):
 @triton.constexpr_function
 def place_of(T, number):
     return T.codes.place(number)
-
-
-@triton.jit
-def picked(w, MASK: tl.constexpr, BASE: tl.constexpr, S: tl.constexpr):
-    """w & MASK | BASE. Of two known numbers NVIDIA's compiler makes two instructions, unless told."""
-    if S.vendor == "nvidia":
-        mask, base = tl.full((1, 1, 1), MASK, tl.int32), tl.full((1, 1, 1), BASE, tl.int32)
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [w, mask, base], tl.int32, True, 1
-        )
-    else:
-        return (w & MASK) | BASE
 
 
 @triton.jit

@@ -22,12 +22,12 @@ from kog_triton.backends.triton.kernel.words import (
     plane_run,
     plane_tiles,
     poll_on,
-    publish_pairs,
+    publish_outputs,
     record_more,
     record_timeout,
     settle,
     unpack_f32,
-    unpack_pair,
+    unpack_outputs,
     wait_pair_words,
     wait_planes,
 )
@@ -136,12 +136,12 @@ def add_planes(x, w, S: tl.constexpr):
 
 
 @triton.jit
-def add_pairs(x, ws, phase, S: tl.constexpr):
+def add_pairs(x, ws, S: tl.constexpr):
     """The planes with words of pairs."""
     out = ()
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
-        even, odd = unpack_pair(ws[c], phase, S)
+        even, odd = unpack_outputs(ws[c])
         out = out + (
             x[2 * c] + tl.where(valid, even, 0.0),
             x[2 * c + 1] + tl.where(valid, odd, 0.0),
@@ -333,7 +333,7 @@ def publish_rows(
         row = first + i
         y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
         if S.outputs_in_pairs:
-            publish_pairs(to, first, y, T.rows, phase, S, ROWS, COLUMNS, S.total_words)
+            publish_outputs(to, first, y, T.rows, phase, S, ROWS, COLUMNS, S.total_words)
         else:
             at = column * S.total_words + (row & 1) * HALF + (row >> 1)
             store_shared(to + at, pack_f32(y, phase), row < T.rows)
@@ -384,7 +384,7 @@ def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.co
         T: tl.constexpr = S.stages[0]
         COUNT: tl.constexpr = S.hidden_size // 2
         ws, alive = wait_pair_words(base, COUNT, phase, alive, REASON, layer, p, S, T)
-        x = add_pairs(x, ws, phase, S)
+        x = add_pairs(x, ws, S)
     else:
         w, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
         x = add_planes(x, w, S)

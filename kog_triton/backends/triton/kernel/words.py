@@ -39,6 +39,8 @@ RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited fo
 PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
 PAIR_UNIT: tl.constexpr = tl.constexpr(1 / wire.SCALE[DType.BF16])
 PAIR_ROTATION: tl.constexpr = tl.constexpr(wire.PAIR_ROTATION)
+OUTPUT_SCALE: tl.constexpr = tl.constexpr(wire.OUTPUT_SCALE)
+OUTPUT_UNIT: tl.constexpr = tl.constexpr(1 / wire.OUTPUT_SCALE)
 EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 # The stage that waits and the exchange it waits for; an error names a wait by its number here.
 WAITS = (
@@ -93,10 +95,20 @@ def index_of(T: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def f16_low(w):
+    return (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def f16_high(w):
+    return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def low(w, S: tl.constexpr):
     """The first 16-bit value of each word, float32."""
     if S.f16:
-        return (w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return f16_low(w)
     else:
         return (w << 16).to(tl.float32, bitcast=True)
 
@@ -105,7 +117,7 @@ def low(w, S: tl.constexpr):
 def high(w, S: tl.constexpr):
     """The second 16-bit value of each word, float32."""
     if S.f16:
-        return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return f16_high(w)
     else:
         return (w & -65536).to(tl.float32, bitcast=True)
 
@@ -118,11 +130,17 @@ def in_range(x, S: tl.constexpr):
 
 
 @triton.jit
+def f16_bits(x):
+    """float32 rounded to float16, its bits in int32; what that cannot hold is a NaN."""
+    x = tl.where(tl.abs(x) < 65520.0, x, float("nan"))
+    return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
 def half_bits(x, S: tl.constexpr):
     """float32 rounded to the model's 16-bit type, its bits in int32; what float16 cannot hold is a NaN."""
     if S.f16:
-        bits = in_range(x, S).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        return bits & 0xFFFF
+        return f16_bits(x)
     else:
         b = x.to(tl.int32, bitcast=True)
         nearest = ((b + 0x7FFF + ((b >> 16) & 1)) >> 16) & 0xFFFF
@@ -148,17 +166,15 @@ def as_operand(w, S: tl.constexpr):
 def pack_pair(first, second, phase, S: tl.constexpr):
     """Two float32 as a word; what is too large for it is a NaN in float16."""
     if S.f16:
-        a, b = half_bits(first, S), half_bits(second, S)
-        void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
-        w = (b << 16) | tl.where(void, 0x7E00, a + ((a >> 1) & 1))
+        return pack_f16(first, second, phase)
     else:
         a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
         a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
         w = rotate_left((b << 16) | a, 32 - PAIR_ROTATION)
-    if phase is None:
-        return as_operand(w & -2, S)
-    else:
-        return (w & -2) | phase
+        if phase is None:
+            return as_operand(w & -2, S)
+        else:
+            return (w & -2) | phase
 
 
 @triton.jit
@@ -184,6 +200,30 @@ def unpack_pair(w, phase, S: tl.constexpr):
     """The two values of a word, float32."""
     both = operand_of(w, phase, S)
     return unscaled(low(both, S), S), unscaled(high(both, S), S)
+
+
+@triton.jit
+def pack_f16(first, second, phase):
+    """Two float32 as a word of two float16; what is too large for it is a NaN."""
+    a, b = f16_bits(first), f16_bits(second)
+    void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
+    w = ((b << 16) | tl.where(void, 0x7E00, a + ((a >> 1) & 1))) & -2
+    if phase is None:
+        return w
+    else:
+        return w | phase
+
+
+@triton.jit
+def pack_outputs(first, second, phase):
+    """Two values of a module's output as a word: float16 of OUTPUT_SCALE times them (schedule/wire.py says why)."""
+    return pack_f16(first * OUTPUT_SCALE, second * OUTPUT_SCALE, phase)
+
+
+@triton.jit
+def unpack_outputs(w):
+    """The two values of such a word, float32."""
+    return f16_low(w & -2) * OUTPUT_UNIT, f16_high(w) * OUTPUT_UNIT
 
 
 @triton.jit
@@ -467,6 +507,15 @@ def find_missing(own, first, count, wanted, p, S: tl.constexpr):
 
 
 @triton.jit
+def pairwise_rows(row, value, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """Values of rows row .. row + N - 1 (row even) of every column: those of even rows, of odd ones, words' indices in
+    their column, and the column."""
+    first, second = tl.split(tl.reshape(value, (COLUMNS * N // 2, 2)))
+    i, column = in_columns(N // 2, COLUMNS)
+    return first, second, row // 2 + i, column
+
+
+@triton.jit
 def publish_pairs(
     base,
     row,
@@ -479,10 +528,25 @@ def publish_pairs(
     STRIDE: tl.constexpr,
 ):
     """N values of rows row .. row + N - 1 (row even) as pair words, of every column, whose words are STRIDE apart."""
-    first, second = tl.split(tl.reshape(value, (COLUMNS * N // 2, 2)))
-    i, column = in_columns(N // 2, COLUMNS)
-    j = row // 2 + i
+    first, second, j, column = pairwise_rows(row, value, N, COLUMNS)
     store_shared(base + column * STRIDE + j, pack_pair(first, second, phase, S), 2 * j < rows)
+
+
+@triton.jit
+def publish_outputs(
+    base,
+    row,
+    value,
+    rows,
+    phase,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """The same of a module's outputs."""
+    first, second, j, column = pairwise_rows(row, value, N, COLUMNS)
+    store_shared(base + column * STRIDE + j, pack_outputs(first, second, phase), 2 * j < rows)
 
 
 @triton.jit
