@@ -48,6 +48,10 @@ SPECS = {  # most that keys and values of the library and of the kernel are apar
 SMALL = SPECS["biases, norms, windows"][0]
 
 
+class WithGraphs(CudaBackend):
+    rank_outputs = True
+
+
 @pytest.fixture(scope="module", params=["one GPU", "two GPUs"])
 def kind(request):
     if request.param == "one GPU":
@@ -56,7 +60,7 @@ def kind(request):
         check_peers(2)
     except DeviceError as error:
         pytest.skip(str(error))
-    return CudaBackend
+    return WithGraphs
 
 
 def opened(kind, spec, prefill="library", num_slots=1):

@@ -23,9 +23,13 @@ COUNT, LENGTHS = 6, (9, 33, 64, 100)
 SPEC = named_shape("qwen3-0.6b")
 
 
+class WithPasses(CudaBackend):
+    rank_outputs = True
+
+
 def opened(prefill):
     asked = BackendOptions(8, 512, num_gpus=2, device="nvidia", prefill=prefill)
-    return CudaBackend(RandomWeights(SPEC, device="cuda"), asked)
+    return WithPasses(RandomWeights(SPEC, device="cuda"), asked)
 
 
 @pytest.fixture(scope="module")
