@@ -108,7 +108,7 @@ def take_pictures(server: Served, browser: Any) -> None:
                 shown = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
                 # As few colors as look the same: half of the bytes.
                 few = shown.quantize(
-                    20, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE
+                    14, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE
                 )
                 picture = few.convert("RGB")
                 file = PICTURES / f"{name}-{theme}.webp"
