@@ -384,6 +384,7 @@ def test_too_little_memory_on_one_of_the_gpus_names_it(layout, monkeypatch):
         num_devices=2,
         options=BackendOptions(num_slots=1),
         _passes_short=lambda lowering: False,
+        _moves_outputs=lambda lowering: False,
     )
     with pytest.raises(DeviceError, match=r"^GPU 1: 0\.0 GiB of weights and 64 positions a slot"):
         CudaBackend._check_memory(backend)
