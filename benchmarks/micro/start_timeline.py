@@ -46,8 +46,9 @@ STEPS: dict[str, tuple[str, ...]] = {
     "kog_triton.backends.serving": ("LaunchServing.begin", "LaunchServing._launch"),
     "kog_triton.backends.cuda.backend": (
         *("", "CudaBackend.__init__", "CudaBackend._open_devices", "CudaBackend._open_kernel"),
-        *("CudaBackend._open_matrices", "CudaBackend._admit", "CudaBackend._launch_slots"),
+        *("CudaBackend._admit", "CudaBackend._launch_slots"),
     ),
+    "kog_triton.backends.cuda.prompts_beside": ("PromptsBeside._open_matrices",),
     "kog_triton.backends.cuda.chunks": ("Chunks.__init__", "Chunks.settle"),
     "kog_triton.backends.cuda.compilers": ("compile_apart",),
     "kog_triton.backends.cuda.driver": ("Kernel.__init__",),

@@ -273,7 +273,8 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     asked = [Message(role="user", content="x"), Message(role="assistant", tool_calls=calls)]
     assert asyncio.run(render(service, asked, (), True, {"enable_thinking": False})) == [1]
     ((messages, how),) = got
-    assert how == {"tools": None, "add_generation_prompt": True, "enable_thinking": False}
+    named = {"tools": None, "add_generation_prompt": True, "enable_thinking": False}
+    assert how == named | {"whose": None}  # of no key: nobody's kept ids
     assert messages[0] == {"role": "user", "content": "x"} and messages[1]["content"] == ""
     told = [call["function"]["arguments"] for call in messages[1]["tool_calls"]]
     assert told == [{"a": [1]}, {"arguments": "{bad"}, {}, {"b": 2}]
