@@ -139,8 +139,8 @@ class Chunks:
 
     @property
     def crossover_of_passes(self) -> Crossover:
-        """The same of prompts that may take a pass of short prompts, which on several GPUs is taken to be worth as many
-        chunks as on one: an estimate."""
+        """From how many tokens on a prompt that may share a pass of short prompts leaves the kernel; on several GPUs
+        as on one, an estimate."""
         layout = self._layout
         if layout is None:
             return BY_TOKEN

@@ -5,7 +5,6 @@ The command is kog_triton/prebuild.py: what opens checkpoints lies above backend
 
 from collections.abc import Iterator
 from pathlib import Path
-from runpy import run_module
 
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
@@ -38,7 +37,3 @@ def prebuild(folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0) -> l
         path.write_bytes(compile_cubin(header, source, gpu.arch, tools=toolchain))
         written.append(path)
     return written
-
-
-if __name__ == "__main__":
-    run_module("kog_triton.prebuild", run_name="__main__")
