@@ -544,7 +544,7 @@ def publish_outputs(
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """N outputs of a module, rows row .. row + N - 1 (row even), as words of two, of every column, STRIDE words apart."""
+    """N outputs of a module, rows row .. row + N - 1 (row even), as words of two; columns are STRIDE words apart."""
     first, second, j, column = pairwise_rows(row, value, N, COLUMNS)
     store_shared(base + column * STRIDE + j, pack_outputs(first, second, phase), 2 * j < rows)
 
