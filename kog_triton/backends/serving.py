@@ -347,12 +347,16 @@ class LaunchServing(Serving[InSlot]):
         if self._is_ahead:
             self._is_ahead = False
             return bool(self._ready())
-        ahead = [one for one in self.running.values() if one.prompt is not None]
+        runs = self._prompts()
+        ahead = [one for run, one in runs.items() if not any(map(run.waits_for, runs))]
         short = [one for one in ahead if one.prompt and one.prompt.short]
         streams = any(one.output for one in self._ready().values())
         for one in short if short and not streams else (short or ahead)[:1]:
             self.attempt(one.request.slot, partial(self._run_slice, one))
         return bool(self._ready()) and not (short and not streams and self.mailbox.waiting())
+
+    def _prompts(self) -> dict[PromptRun, InSlot]:
+        return {one.prompt: one for one in self.running.values() if one.prompt is not None}
 
     def _ready(self) -> dict[int, InSlot]:
         return {slot: one for slot, one in self.running.items() if one.words is not None}
@@ -368,7 +372,7 @@ class LaunchServing(Serving[InSlot]):
         alone_s = math.inf if one.prompt.short else ALONE_S
         seconds = share.slice_s(time.monotonic()) if beside else alone_s
         self._last = one.prompt
-        waiting = {other.prompt: other for other in self.running.values() if other.prompt}
+        waiting = self._prompts()
         along = [waiting[run] for run in one.prompt.take_along([*waiting])]
         ended = one.prompt.advance(seconds, not beside)
         for other in along:
@@ -405,7 +409,7 @@ class LaunchServing(Serving[InSlot]):
         launcher = self._launcher
         before = reached(launcher.device)
         self._leaving = False
-        others_wait = self._prompts_wait()
+        others_wait = bool(self._prompts())
         most = self._share.tokens() if others_wait else None
         if not others_wait:
             self._share.alone()
@@ -455,13 +459,9 @@ class LaunchServing(Serving[InSlot]):
         """Queue the next slice behind the launch; one that is to end for the host's sake has none. Comes back when the
         slice before the launch has ended."""
         self._hear()
-        meets = any(one.prompt.meets for one in self.running.values() if one.prompt is not None)
-        if not self._leaving and not meets:
+        if not self._leaving and not any(run.meets for run in self._prompts()):
             self._run_prompts()
             self._is_ahead = True
-
-    def _prompts_wait(self) -> bool:
-        return any(one.prompt is not None for one in self.running.values())
 
     def poll(self) -> int:
         """Bring over what the kernel wrote, write what it waits for, and have it leave if the host is to speak.

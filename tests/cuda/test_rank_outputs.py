@@ -7,29 +7,21 @@ import re
 import pytest
 import torch
 
-from kog_triton.backends.cuda.layout.rank_outputs import CALLS, THREADS, render_rank_outputs
-from kog_triton.backends.cuda.rank_outputs import LAST, PushedExchange, outputs_bytes
+from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
+from kog_triton.backends.cuda.rank_outputs import LAST, outputs_bytes
 from kog_triton.backends.prefill.ranks import bucket_bytes
 from kog_triton.schedule.schedule import build
 from tests.lib.cuda_walk import ROOT
 from tests.lib.machine_code import instructions, is_local, sass_of_text
 from tests.lib.prefill_cases import BF16, SPECS, tokens_of
+from tests.lib.rank_outputs import exchange_of as pushed
 from tests.lib.rank_prefill_cases import empty_caches, rank_prefill_of
-from tests.lib.short_pass import _compiled, run
 
-CPU, ROUNDS = torch.device("cpu"), 2000
 CASES = [("biases", 2), ("lanes of all kinds", 2)]
 
 
-def ready(rank, name, blocks, threads, call):
-    assert threads == THREADS and isinstance(call, CALLS[name])
-    kind = name.removeprefix("kog_").capitalize()
-    library = _compiled("rank_outputs.cu", render_rank_outputs(), kind, name, THREADS, 256)
-    return lambda stream: run(library, call, blocks)
-
-
 def exchange_of(name, ranks):
-    return PushedExchange(build(SPECS[name], ranks), [CPU] * ranks, ready, ROUNDS)
+    return pushed(build(SPECS[name], ranks))
 
 
 def opened(name, ranks, exchange=None, buckets=(), chunk=7):

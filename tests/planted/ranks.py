@@ -185,4 +185,18 @@ FAULTS = (
         "host/test_rank_prefill.py",
         "no rank hears of the others' outputs",
     ),
+    Fault(
+        "backends/prefill/ranks.py",
+        "return other is not self and isinstance(other, RankRun) and other.inside",
+        "return False",
+        "cuda/test_cuda_rank_overtaking.py",
+        "a short prompt runs in what a long one on the way has left there",
+    ),
+    Fault(
+        "backends/prefill/ranks.py",
+        "yield Piece(at, 0.0, begins=True)",
+        "pass",
+        "cuda/test_cuda_rank_overtaking.py",
+        "a short prompt waits for all passes of a long one",
+    ),
 )

@@ -188,6 +188,14 @@ def bucket_bytes(schedule: Schedule, max_context: int, itemsize: int = 2) -> int
     return 2 * heads * longest * schedule.spec.head_dim * itemsize
 
 
+class RankRun(PromptRun):
+    """A prompt on all ranks, whose passes come one behind the other: what they run in (Bucketed) and what is on its way
+    between GPUs is there once. A short prompt that came meanwhile begins between two passes of a long one."""
+
+    def waits_for(self, other: PromptRun) -> bool:
+        return other is not self and isinstance(other, RankRun) and other.inside
+
+
 class RankPrefill:
     """LibraryPrefill's part on the GPUs of all ranks. Caches are of each rank's shards, streams likewise."""
 
@@ -258,7 +266,7 @@ class RankPrefill:
         pieces = partial(self._pieces, ids, first, caches, streams)
         others = [walk.device for walk in self._passes[1:]]
         end, short = first + len(ids), first == 0 and 0 < self._size_for(len(ids)) <= SHORT
-        run = PromptRun(
+        run = RankRun(
             first, end, pieces, self._settings, self.device, self._rate, short, others=others
         )
         run.meets = self._exchange.meets
@@ -284,6 +292,8 @@ class RankPrefill:
         there = [upload_chunks(ids, parts, walk.device) for walk in self._passes]
         for part in parts:
             at, runs = first + part.start, []
+            if part is not parts[0]:
+                yield Piece(at, 0.0, begins=True)
             for rank, walk in enumerate(self._passes):
                 tokens, last = there[rank]
                 ends = part is parts[-1] and streams is not None

@@ -29,12 +29,14 @@ class Piece(NamedTuple):
     work    of the device, in a unit of which pieces of a kind take the same time, and others about that
     kind    by which pieces are alike
     rows    how many tokens it has: pieces of a kind that have as many are more alike than others
+    begins  it has no work; behind it a pass of the library begins, of which nothing is there yet
     """
 
     filled: int
     work: float
     kind: str = ""
     rows: int = 0
+    begins: bool = False
 
 
 class Rate:
@@ -133,8 +135,18 @@ class PromptRun:
         """Those of `others`, in their order, that will run with this one: its first `advance` ends them, too."""
         return []
 
+    @property
+    def inside(self) -> bool:
+        """Some of a pass is queued, and the rest is to follow."""
+        return self._next is not None and not self._next.begins
+
+    def waits_for(self, other: "PromptRun") -> bool:
+        """Whether its next pass would spoil the one that `other` is inside of."""
+        return False
+
     def advance(self, seconds: float, at_once: bool = False) -> bool:
         """Queue pieces for no more than so many seconds of the device, one at least; whether the last one is queued.
+        Between two passes it stops, unless all may be queued.
 
         Waits for the slice before this one, so that no more than two are on their way. Pieces `at_once` are not timed
         apart: a mark between two launches keeps the second from starting early.
@@ -180,6 +192,8 @@ class PromptRun:
         slice is a piece."""
         if not work or seconds == math.inf:
             return True
+        if piece.begins:
+            return False
         return self._rate.seconds > 0 and told + self._rate.of(piece) <= seconds
 
     def _mark(self) -> Any:
