@@ -13,6 +13,7 @@ from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import request, run, timeless
 from tests.lib.rank_outputs import PushedBackend
 from tests.lib.ring_walker import f16_spec
+from tests.lib.soak_record import Ways
 
 TOLD = SamplingParams(temperature=0, logprobs=3)
 SIZES, SHORT, CHUNK = (6, 24), 6, 13
@@ -82,7 +83,12 @@ def test_a_short_prompt_that_comes_meanwhile_changes_nothing(
     monkeypatch.setattr(backend.library._exchange, "begin", begun)
     mailbox.post(request(0, prompt_of(BESIDE), 30))
     mailbox.post(request(1, prompt_of(long), 4, TOLD))
-    backend.generate(mailbox)
+    ways = Ways()
+    with ways.watched(backend):
+        backend.generate(mailbox)
+    way = ways.of_slot[1]
+    assert way.by == "RankRun" and len(way.slices) == ends.count(long) and sum(way.slices) > 10
+    assert (set(way.between) == {FIRST}) is (long == CHUNKED) is way.line.endswith("others between")
     # The first may end what a test before called off.
     assert ends.count(FIRST) > 6 and sum(inside[1:]) == (cancelled and long == CHUNKED)
     first = ends.index(FIRST)

@@ -2,6 +2,7 @@
 it is to see."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.gpu import rank_soak
 from tests.gpu.rank_soak import Found, Soak, requests_of
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.ring_walker import f16_spec
+from tests.lib.soak_record import Tally
 
 REQUESTS = 10
 
@@ -22,12 +24,15 @@ def made():
         RandomWeights(f16_spec(vocab_size=100)), BackendOptions(num_slots=4, num_gpus=2), 2
     )
     backend.settle()
-    return Soak(backend, requests_of(backend.spec.vocab_size, 60, (1, 5, 9), (4,)), 4)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rank_soak, "MORE", (3, 6))
+        asked = requests_of(backend.spec.vocab_size, 60, (1, 5, 9), (4,))
+        yield Soak(backend, asked, 4, room=60)
 
 
 def soaked(made, requests=REQUESTS):
     made.found, made.mailbox, made._done, made._broke = Found(), made.mailbox, False, ""
-    made._running = {}
+    made._running, made.tally = {}, Tally()
     return made.run(lambda: made.found.requests >= requests)
 
 
@@ -40,6 +45,19 @@ def test_requests_of_every_kind_say_what_they_say_alone(made, monkeypatch):
         found.requests >= REQUESTS and found.cancelled and found.yields and found.most_at_once > 2
     )
     assert found.line("emulated").startswith("soak holds: emulated, ")
+    assert sum(made.tally.all.values()) == found.requests and not made.tally.differ
+
+
+def test_a_further_turn_begins_with_what_its_slot_holds(made, monkeypatch):
+    turns = [one for one in made.asked if one.after >= 0]
+    assert turns and {one.kind for one in turns} == {"further"}
+    for one in turns:
+        before, said = made.asked[one.after].request, made.expected[one.after]
+        assert one.request.prompt[: one.request.cached + 1] == (*before.prompt, *said)
+    monkeypatch.setattr(rank_soak, "FOLLOWS", 1.0)
+    monkeypatch.setattr(rank_soak, "CANCELS", 0.0)
+    found = soaked(made, 25)
+    assert found.holds and {what for what, _ in made.tally.all} & {one.name for one in turns}
 
 
 def test_a_word_that_is_another_one_is_a_difference(made, monkeypatch):
@@ -47,6 +65,35 @@ def test_a_word_that_is_another_one_is_a_difference(made, monkeypatch):
     monkeypatch.setattr(made, "expected", expected)
     found = soaked(made, 4)
     assert found.differences and not found.holds and "prompt of" in found.first_fault
+    made.ask_again()
+    one = made.tally.kept[0]
+    assert one.again["alone"] is False and one.again["beside"] == [False] * rank_soak.TRIES
+    assert (one.got, one.expected) == (one.expected - 1, one.got + 1) and one.way == "kernel"
+    greedy = [one.again for one in made.tally.kept if one.kind in ("greedy", "further")]
+    # The expected word is not the best: no rounding, but a word that is wrong.
+    assert all(again["gap"] < 0 < again["best two"] for again in greedy if "gap" in again)
+    count, asked = sum(made.tally.differ.values()), sum(made.tally.all.values())
+    assert made.tally.lines()[-1] == f"  {count} of {asked} differ: all of kernel"
+    assert made.tally.told()["differing"][0]["beside"] == one.beside
+
+
+def test_what_is_said_alone_another_way_is_told(made):
+    assert rank_soak.otherwise(made, made) == []
+    wrong = SimpleNamespace(expected=[[], *made.expected[1:]])
+    assert rank_soak.otherwise(made, wrong) == [made.asked[0].name]
+
+
+def test_phases_have_graphs_or_none():
+    library, short = SimpleNamespace(_graphs={1: 2}), SimpleNamespace(_graphs={3: 4})
+    for backend in (
+        SimpleNamespace(library=library, short=None),
+        SimpleNamespace(library=library, short=short),
+    ):
+        with rank_soak.graphs(backend, False):
+            assert library._graphs == {} and short._graphs == ({} if backend.short else {3: 4})
+        with rank_soak.graphs(backend, True):
+            assert library._graphs == {1: 2} and short._graphs == {3: 4}
+    assert len({phase.name for phase in rank_soak.PHASES}) == len(rank_soak.PHASES)
 
 
 def test_silence_is_a_hang_and_an_error_an_error(made, monkeypatch):

@@ -7,7 +7,13 @@ between, a rank's launches held up by up to MOST_DELAY_MS, the backend's thread 
 NVLink busy.
 
 What is asked: each answer is what its request says alone, or begins so if it was cancelled; nothing is silent for
-HANG_S; behind a warm-up, a fifth of the time, GPUs' memory does not grow, and the host's by MOST_MIB_A_MINUTE at most.
+HANG_S; of MEMORY_S and more, behind a warm-up, a fifth of the time, GPUs' memory does not grow, and the host's by
+MOST_MIB_A_MINUTE at most.
+
+Of an answer that differs it keeps how its prompt ran and what ran meanwhile (tests/lib/soak_record.py), and asks again:
+alone, beside others, and how near the two tokens' logits are. `--phases SECONDS` soaks each of PHASES for so long: by
+passes that kernels bring together or by copies, with graphs and without, with cached prefixes and without; what
+requests say alone by one way and by another is compared, too.
 """
 
 import argparse
@@ -28,13 +34,18 @@ import torch
 
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.sampling import SamplingParams
+from tests.lib.soak_record import Difference, Tally, Ways, named
 
 SECONDS, HANG_S, WARM_UP = 300.0, 20.0, 0.2
 MOST_DELAY_MS, CYCLES_A_MS = 2.0, 1_900_000
 MOST_MIB_A_MINUTE, MOST_GPU_MIB = 2.0, 2.0
+MEMORY_S = 120.0  # of a soak that is asked for it
 CANCELS, YIELDS, HOST_DELAYS = 0.2, 0.02, 0.01  # of requests; of rounds; of tokens
 LENGTHS, COUNTS = (1, 2, 7, 20, 60, 180, 300, 900), (1, 9, 40, 150)
-SLOTS = 8
+MORE = (5, 70, 350)  # tokens of a further turn behind an answer
+FOLLOWS = 0.4  # of slots that hold an answer with a further turn
+MOST_ASKED, TRIES = 6, 4  # differing answers that are asked again; beside others, how often
+SLOTS, ROOM = 8, 1152
 MIB = 1 << 20
 
 
@@ -75,9 +86,22 @@ def even(vocab: int) -> np.ndarray:
     return np.full(-(-vocab // 32), 0x55555555, np.uint32)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request, and what kind it is. `after`: that one's number whose prompt and answer the slot must hold."""
+
+    request: Request
+    kind: str
+    after: int = -1
+
+    @property
+    def name(self) -> str:
+        return named(self.kind, len(self.request.prompt), self.request.cached)
+
+
 def requests_of(
     vocab: int, room: int, lengths: tuple[int, ...], counts: tuple[int, ...]
-) -> list[Request]:
+) -> list[Asked]:
     """Of all lengths and kinds; each may be asked in any slot."""
     draws, out = np.random.default_rng(0), []
     mask = even(vocab)
@@ -85,25 +109,67 @@ def requests_of(
         for j, count in enumerate(counts):
             if length + count > room:
                 continue
-            kind = (i + j) % 4  # greedy twice
+            kind = ("greedy", "drawn", "masked", "greedy")[(i + j) % 4]
             params = SamplingParams(temperature=0)
-            if kind == 1:
+            if kind == "drawn":
                 params = SamplingParams(temperature=1.0, top_p=0.9, seed=7 * i + j)
             prompt = tuple(draws.integers(0, vocab, length).tolist())
-            masked = (lambda output: mask) if kind == 2 else None
-            out.append(Request(0, prompt, params, params.seed or 0, count, mask=masked))
+            masked = (lambda output: mask) if kind == "masked" else None
+            request = Request(0, prompt, params, params.seed or 0, count, mask=masked)
+            out.append(Asked(request, kind))
     return out
 
 
-class Soak:
-    """A backend under `asked` requests; `expected` are the tokens that each says alone."""
+def further_turns(
+    asked: list[Asked], expected: list[list[int]], vocab: int, room: int
+) -> list[Asked]:
+    """Behind greedy answers: the conversation so far, of which the slot holds all but the last token, and more."""
+    draws, out = np.random.default_rng(1), []
+    for i, (one, said) in enumerate(zip(asked, expected, strict=True)):
+        before = one.request
+        more = MORE[i % len(MORE)]
+        held = len(before.prompt) + len(said) - 1
+        if one.kind != "greedy" or held + 1 + more + 9 > room:
+            continue
+        prompt = (*before.prompt, *said, *draws.integers(0, vocab, more).tolist())
+        request = replace(before, prompt=prompt, cached=held, max_tokens=9)
+        out.append(Asked(request, "further", i))
+    return out
 
-    def __init__(self, backend: Any, asked: list[Request], slots: int, seed: int = 0) -> None:
-        self.backend, self.asked, self.slots = backend, asked, slots
+
+@dataclass
+class Going:
+    """A request that was posted. `heard`: when its last token came; `beside`: those that ran meanwhile."""
+
+    which: int
+    tokens: list[int]
+    cancel: int
+    heard: float
+    beside: set[str]
+    yields: int
+
+
+class Soak:
+    """A backend under `asked` requests; `expected` are the tokens that each says alone. `room` of a slot: with it some
+    requests are further turns behind an answer."""
+
+    def __init__(
+        self, backend: Any, asked: list[Asked], slots: int, seed: int = 0, room: int = 0
+    ) -> None:
+        self.backend, self.asked, self.slots = backend, [*asked], slots
         self.found, self._dice = Found(), random.Random(seed)
-        self.expected = [self._alone(request) for request in asked]
-        for request, tokens in zip(asked, self.expected, strict=True):
-            assert len(tokens) == request.max_tokens and self._alone(request) == tokens
+        self.ways, self.tally = Ways(), Tally()
+        self.expected: list[list[int]] = []
+        for one in self.asked:
+            self._expect(one)
+        if room:
+            turns = further_turns(asked, self.expected, backend.spec.vocab_size, room)
+            for one in turns:
+                self.asked.append(one)
+                self._expect(one)
+        self._turns = {one.after: which for which, one in enumerate(self.asked) if one.after >= 0}
+        self._base = [which for which, one in enumerate(self.asked) if one.after < 0]
+        self._holds: dict[int, int] = {}  # by slot: whose prompt and answer
         self.mailbox = Mailbox()
         right = self.mailbox.push
         host_dice = random.Random(seed + 1)
@@ -114,16 +180,26 @@ class Soak:
                 time.sleep(host_dice.uniform(0, 5e-3))
 
         self.mailbox.push = push  # type: ignore[method-assign]
-        self._running: dict[int, tuple[int, list[int], int, float]] = {}
+        self._running: dict[int, Going] = {}
         self._idle, self._done, self._broke = threading.Event(), False, ""
 
-    def _alone(self, request: Request) -> list[int]:
+    def _expect(self, one: Asked) -> None:
+        tokens = self._alone(one)
+        assert len(tokens) == one.request.max_tokens and self._alone(one) == tokens, one.name
+        self.expected.append(tokens)
+
+    def _alone(self, one: Asked, slot: int = 0) -> list[int]:
+        if one.after >= 0:
+            self._alone(self.asked[one.after], slot)
+        return self._said(replace(one.request, slot=slot))
+
+    def _said(self, *requests: Request) -> list[int]:
+        """By the last of requests that are posted at once."""
         mailbox = Mailbox()
-        mailbox.post(request)
+        for request in requests:
+            mailbox.post(request)
         self.backend.generate(mailbox)
-        steps = mailbox.read(0, 0)
-        assert not any(isinstance(step, Failure) for step in steps), steps
-        return [step.token for step in steps if not isinstance(step, Failure) and step.token >= 0]
+        return read_tokens(mailbox, requests[-1].slot)
 
     def run(self, ends: Callable[[], bool], memory: Callable[[], None] = lambda: None) -> Found:
         """Until `ends` says so, then to the end of what runs; `memory` is called between rounds."""
@@ -148,16 +224,20 @@ class Soak:
 
     def _serve(self) -> None:
         try:
-            while not self._done:
-                mailbox = self.mailbox
-                if mailbox.stops or not (mailbox.waiting() or mailbox.resumed):
-                    self._idle.set()
-                    time.sleep(2e-4)
-                    continue
-                self._idle.clear()
-                self.backend.generate(mailbox)
+            with self.ways.watched(self.backend):
+                self._serve_until_done()
         except BaseException as error:
             self._broke = f"{type(error).__name__}: {error}"
+
+    def _serve_until_done(self) -> None:
+        while not self._done:
+            mailbox = self.mailbox
+            if mailbox.stops or not (mailbox.waiting() or mailbox.resumed):
+                self._idle.set()
+                time.sleep(2e-4)
+                continue
+            self._idle.clear()
+            self.backend.generate(mailbox)
 
     def _post(self) -> None:
         free = [slot for slot in range(self.slots) if slot not in self._running]
@@ -165,47 +245,119 @@ class Soak:
             return
         # Now and then only as many as one, two or four columns hold.
         for slot in self._dice.sample(free, self._dice.randint(1, len(free))):
-            which, dice = self._dice.randrange(len(self.asked)), self._dice
-            request = replace(self.asked[which], slot=slot)
+            dice, which = self._dice, self._dice.choice(self._base)
+            further = self._turns.get(self._holds.pop(slot, -1))
+            if further is not None and dice.random() < FOLLOWS:
+                which = further
+            one = self.asked[which]
+            request = replace(one.request, slot=slot)
             cancel = dice.randint(0, request.max_tokens) if dice.random() < CANCELS else 1 << 30
-            self._running[slot] = which, [], cancel, time.monotonic()
+            beside = {self.asked[going.which].name for going in self._running.values()}
+            for going in self._running.values():
+                going.beside.add(one.name)
+            self._running[slot] = Going(
+                which, [], cancel, time.monotonic(), beside, self.found.yields
+            )
             self.mailbox.post(request)
             self.found.requests += 1
         self.found.most_at_once = max(self.found.most_at_once, len(self._running))
 
     def _read(self) -> None:
-        for slot, (which, tokens, cancel, heard) in list(self._running.items()):
+        for slot, going in list(self._running.items()):
             steps, now = self.mailbox.read(slot, 0), time.monotonic()
-            if now - heard > HANG_S and not steps:
-                where = (
-                    f"slot {slot}, prompt of {len(self.asked[which].prompt)}, {len(tokens)} tokens"
-                )
-                self._fault("hangs", where)
+            if now - going.heard > HANG_S and not steps:
+                name = self.asked[going.which].name
+                self._fault("hangs", f"slot {slot}, {name}, {len(going.tokens)} tokens")
             for step in steps:
                 if isinstance(step, Failure):
                     self._fault("errors", f"{type(step.error).__name__}: {step.error}")
                     del self._running[slot]
                     break
-                tokens += [step.token] if step.token >= 0 else []
+                going.tokens += [step.token] if step.token >= 0 else []
                 if step.finish:
-                    self._ended(which, tokens, step.finish)
                     del self._running[slot]
+                    self._ended(slot, going, step.finish)
             if slot in self._running:
-                if len(tokens) >= cancel:
+                if len(going.tokens) >= going.cancel:
                     self.mailbox.cancel(slot)
-                    cancel = 1 << 30
-                self._running[slot] = which, tokens, cancel, now if steps else heard
+                    going.cancel = 1 << 30
+                going.heard = now if steps else going.heard
 
-    def _ended(self, which: int, tokens: list[int], finish: str) -> None:
-        expected = self.expected[which]
+    def _ended(self, slot: int, going: Going, finish: str) -> None:
+        tokens, expected = going.tokens, self.expected[going.which]
+        one, way = self.asked[going.which], self.ways.of_slot.get(slot)
         self.found.tokens += len(tokens)
         self.found.cancelled += finish == "cancel"
-        if tokens != (expected[: len(tokens)] if finish == "cancel" else expected):
-            at = next(
-                (i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), -1
+        said = expected[: len(tokens)] if finish == "cancel" else expected
+        if finish != "cancel" and tokens == said:
+            self._holds[slot] = going.which
+        line = way.line if way else "unseen"
+        if tokens == said:
+            return self.tally.add(one.name, line, None)
+        at = next((i for i, (a, b) in enumerate(zip(tokens, said, strict=False)) if a != b), -1)
+
+        def difference() -> Difference:
+            return Difference(
+                going.which,
+                one.kind,
+                len(one.request.prompt),
+                one.request.cached,
+                line,
+                [*way.slices] if way else [],
+                dict(way.rows) if way else {},
+                dict(way.between) if way else {},
+                sorted(going.beside),
+                self.found.yields - going.yields,
+                at,
+                tokens[at] if at >= 0 else -1,
+                said[at] if at >= 0 else -1,
             )
-            length = len(self.asked[which].prompt)
-            self._fault("differences", f"prompt of {length}, {len(expected)} tokens, at {at}")
+
+        self.tally.add(one.name, line, difference)
+        where = f"prompt of {len(one.request.prompt)} ({one.name}), {len(expected)} tokens, at {at}; {line}"
+        self._fault("differences", where)
+
+    def ask_again(self) -> None:
+        """Of the first answers that differed, a kind of request each: what it says alone and beside others now, and the
+        gap between the expected token's logit and the other's by the kernel's own pass."""
+        asked: set[str] = set()
+        for different in self.tally.kept:
+            one, expected = self.asked[different.which], self.expected[different.which]
+            if one.name in asked or len(asked) >= MOST_ASKED:
+                continue
+            asked.add(one.name)
+            others = [self.asked[i].request for i in self._base]
+            streams = max(others, key=lambda r: (r.max_tokens, -len(r.prompt)))
+            beside = [
+                self._beside(one, streams, self._dice.choice(others)) == expected
+                for _ in range(TRIES)
+            ]
+            different.again = {"alone": self._alone(one) == expected, "beside": beside}
+            if one.kind in ("greedy", "further") and different.at >= 0:
+                ids = [*one.request.prompt, *expected[: different.at]]
+                row = self.backend.forward_logits(ids)[-1]
+                best = np.sort(row)[-2:]
+                different.again |= {
+                    "gap": float(row[different.expected] - row[different.got]),
+                    "best two": float(best[1] - best[0]),
+                }
+
+    def _beside(self, one: Asked, streams: Request, short: Request) -> list[int]:
+        """What a request says while one streams, when another prompt comes a little later than its own."""
+        if one.after >= 0:
+            self._alone(self.asked[one.after], 1)
+        mailbox = Mailbox()
+        mailbox.post(replace(streams, slot=0))
+        thread = threading.Thread(target=self.backend.generate, args=(mailbox,), daemon=True)
+        thread.start()
+        mailbox.read(0, HANG_S)
+        mailbox.post(replace(one.request, slot=1))
+        time.sleep(self._dice.uniform(0, 4e-3))
+        mailbox.post(replace(short, slot=2))
+        thread.join(HANG_S)
+        while mailbox.waiting() and not thread.is_alive():  # it came when the others had ended
+            self.backend.generate(mailbox)
+        return read_tokens(mailbox, 1)
 
     def _yield(self) -> None:
         self.mailbox.yield_now()
@@ -217,13 +369,19 @@ class Soak:
         if self._dice.random() < 0.2:
             self.backend.forward_logits([1, 2, 3])
         # It stood still meanwhile, as was asked: no hang.
-        now = time.monotonic()
-        self._running = {s: (*held[:3], now) for s, held in self._running.items()}
+        for going in self._running.values():
+            going.heard = time.monotonic()
         self.mailbox.resume()
 
     def _fault(self, kind: str, what: str) -> None:
         setattr(self.found, kind, getattr(self.found, kind) + 1)
         self.found.first_fault = self.found.first_fault or f"{kind}: {what}"
+
+
+def read_tokens(mailbox: Mailbox, slot: int) -> list[int]:
+    steps = mailbox.read(slot, 0)
+    assert not any(isinstance(step, Failure) for step in steps), steps
+    return [step.token for step in steps if not isinstance(step, Failure) and step.token >= 0]
 
 
 # ---- on GPUs ----
@@ -291,26 +449,92 @@ class MemoryWatch:
         return gpus, host, time.monotonic()
 
 
-def soak(shape: str, seconds: float, gpus: int = 2, seed: int = 0) -> Found:
-    """On `gpus` GPUs, behind the compilers and what requests say alone."""
+@dataclass(frozen=True)
+class Phase:
+    """`outputs`: kernels bring module outputs of prompts' passes to all GPUs, and short prompts have passes of their
+    own; else torch's copies do. `graphs` of passes. `prefix`: some requests are further turns behind what a slot holds.
+    """
+
+    outputs: bool = True
+    graphs: bool = True
+    prefix: bool = True
+
+    @property
+    def name(self) -> str:
+        graphs = "graphs" if self.graphs else "no graphs"
+        return f"{'kernels' if self.outputs else 'copies'}, {graphs}, {'turns' if self.prefix else 'no turns'}"
+
+
+PHASES = (
+    Phase(),
+    Phase(prefix=False),
+    Phase(graphs=False),
+    Phase(outputs=False, graphs=False),
+)
+
+
+def opened(shape: str, gpus: int, outputs: bool) -> Any:
+    """A backend behind its compilers, with all graphs."""
     from kog_triton.backends import BackendOptions
     from kog_triton.backends.cuda.backend import CudaBackend
     from kog_triton.checkpoint.random_weights import RandomWeights
     from tests.lib.machine_code import spec_named
 
-    spec = spec_named(shape)
-    options = BackendOptions(SLOTS, 1152, num_gpus=gpus, device="nvidia")
-    backend = CudaBackend(RandomWeights(spec, device="cuda"), options)
+    class Soaked(CudaBackend):
+        rank_outputs = outputs
+
+    options = BackendOptions(SLOTS, ROOM, num_gpus=gpus, device="nvidia")
+    backend = Soaked(RandomWeights(spec_named(shape), device="cuda"), options)
     backend.settle()
-    made = Soak(backend, requests_of(spec.vocab_size, 1152, LENGTHS, COUNTS), SLOTS, seed)
-    with disturbed(backend.devices, seed):
-        until, memory = time.monotonic() + seconds, MemoryWatch(backend.devices, seconds)
-        found = made.run(lambda: time.monotonic() >= until, memory)
-        if not found.hangs:
-            memory.tell(found)
-    if not found.hangs:
-        backend.close()
-    return found
+    return backend
+
+
+@contextmanager
+def graphs(backend: Any, wanted: bool) -> Iterator[None]:
+    """Inside, passes of prompts are launched kernel by kernel unless graphs are wanted."""
+    held = [one for one in (backend.library, backend.short) if one is not None and not wanted]
+    before = [one._graphs for one in held]
+    for one in held:
+        one._graphs = {}
+    try:
+        yield
+    finally:
+        for one, its in zip(held, before, strict=True):
+            one._graphs = its
+
+
+def soak(backend: Any, phase: Phase, seconds: float, seed: int = 0) -> Soak:
+    """What requests say alone, then `seconds` of them, then what differed once more."""
+    asked = requests_of(backend.spec.vocab_size, ROOM, LENGTHS, COUNTS)
+    with graphs(backend, phase.graphs):
+        made = Soak(backend, asked, SLOTS, seed, ROOM if phase.prefix else 0)
+        with disturbed(backend.devices, seed):
+            until, memory = time.monotonic() + seconds, MemoryWatch(backend.devices, seconds)
+            found = made.run(lambda: time.monotonic() >= until, memory)
+            if not found.hangs and seconds >= MEMORY_S:
+                memory.tell(found)
+        if not found.hangs and not found.errors:
+            made.ask_again()
+    return made
+
+
+def otherwise(one: Soak, first: Soak) -> list[str]:
+    """Requests that say alone what they do not say alone in the first phase."""
+    pairs = zip(one.asked, one.expected, first.expected, strict=False)
+    return [asked.name for asked, said, before in pairs if said != before]
+
+
+def tell(made: Soak, title: str, first: Soak) -> dict[str, Any]:
+    print(made.found.line(title), flush=True)
+    for line in made.tally.lines() if made.found.differences else ():
+        print(line, flush=True)
+    for one in made.tally.kept[:12]:
+        print(f"  {one.line}"[:600], flush=True)
+    differ = otherwise(made, first)
+    if made is not first:
+        print(f"  alone otherwise than in the first phase: {len(differ)}: {differ[:8]}", flush=True)
+    holds = {"holds": made.found.holds, "title": title, "alone otherwise": differ}
+    return asdict(made.found) | made.tally.told() | holds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -319,17 +543,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phases", type=float, help="seconds of each phase, for one long one")
+    parser.add_argument("--copies", action="store_true", help="of the long one: torch's copies")
+    parser.add_argument("--no-graphs", action="store_true", help="of the long one")
+    parser.add_argument("--no-prefix", action="store_true", help="of the long one")
     parser.add_argument("--out", type=Path, help="a JSON file for what it found")
     args = parser.parse_args(argv)
-    found = soak(args.shape, args.seconds, args.gpus, args.seed)
-    name = torch.cuda.get_device_name()
-    print(found.line(f"{args.shape} on {args.gpus} x {name}"), flush=True)
-    if args.out:
-        about = {"shape": args.shape, "gpus": args.gpus, "gpu": name, "seed": args.seed}
-        args.out.write_text(json.dumps(about | asdict(found) | {"holds": found.holds}, indent=1))
-    if found.hangs:
+    one = Phase(not args.copies, not args.no_graphs and not args.copies, not args.no_prefix)
+    phases, seconds = (PHASES, args.phases) if args.phases else ((one,), args.seconds)
+    name, told, hangs = torch.cuda.get_device_name(), [], 0
+    backend, first = None, None
+    for i, phase in enumerate(phases):
+        if backend is None or phases[i - 1].outputs != phase.outputs:
+            if backend is not None:
+                backend.close()
+            backend = opened(args.shape, args.gpus, phase.outputs)
+        made = soak(backend, phase, seconds, args.seed)
+        first = first or made
+        told.append(tell(made, f"{args.shape} on {args.gpus} x {name}, {phase.name}", first))
+        if args.out:
+            about = {"shape": args.shape, "gpus": args.gpus, "gpu": name, "seed": args.seed}
+            args.out.write_text(json.dumps(about | {"phases": told}, indent=1))
+        if hangs := made.found.hangs:
+            break
+    if hangs:
         os._exit(1)  # what hangs would keep the process
-    return 0 if found.holds else 1
+    if backend is not None:
+        backend.close()
+    return 0 if all(one["holds"] for one in told) else 1
 
 
 if __name__ == "__main__":
