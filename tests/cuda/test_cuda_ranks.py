@@ -14,10 +14,9 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head, Reduce
-from kog_triton.sampling import History, sample
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_ranks import RankThreadWalk, RankWalk
-from tests.lib.cuda_sampling import SETTINGS, resolved
+from tests.lib.cuda_sampling import SETTINGS, assert_sampled, resolved
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import f16_spec, spec_of
 
@@ -121,17 +120,6 @@ def test_greedy_tokens_are_the_references(walk):
     best = np.sort(logits, 1)[:, -2:]
     assert (best[:, 1] - best[:, 0]).min() > 0.05  # which the kernel's rounding does not bridge
     assert (tokens, outcome) == (logits.argmax(1).tolist(), 2)
-
-
-def assert_sampled(walk, prompt, count, params):
-    """Tokens are the definition's on the kernel's own logits, which all ranks have made together."""
-    tokens, _ = walk.generate(prompt, count, params)
-    history = History(tuple(prompt))
-    for token in tokens:
-        row = walk.forward_logits([*prompt, *history.output])[-1]
-        wanted = sample(row, params, history, len(prompt) + len(history.output))
-        assert token == wanted.token
-        history.append(token)
 
 
 @pytest.mark.parametrize(

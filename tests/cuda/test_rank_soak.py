@@ -56,7 +56,7 @@ def test_a_further_turn_begins_with_what_its_slot_holds(made, monkeypatch):
         assert one.request.prompt[: one.request.cached + 1] == (*before.prompt, *said)
     monkeypatch.setattr(rank_soak, "FOLLOWS", 1.0)
     monkeypatch.setattr(rank_soak, "CANCELS", 0.0)
-    found = soaked(made, 25)
+    found = soaked(made, 16)
     assert found.holds and {what for what, _ in made.tally.all} & {one.name for one in turns}
 
 
@@ -65,6 +65,8 @@ def test_a_word_that_is_another_one_is_a_difference(made, monkeypatch):
     monkeypatch.setattr(made, "expected", expected)
     found = soaked(made, 4)
     assert found.differences and not found.holds and "prompt of" in found.first_fault
+    monkeypatch.setattr(rank_soak, "MOST_ASKED", 2)
+    monkeypatch.setattr(rank_soak, "TRIES", 1)
     made.ask_again()
     one = made.tally.kept[0]
     assert one.again["alone"] is False and one.again["beside"] == [False] * rank_soak.TRIES

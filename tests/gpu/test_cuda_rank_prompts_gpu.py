@@ -32,18 +32,21 @@ from tests.lib.ring_walker import spec_of
 pytestmark = pytest.mark.gpu
 TOLD = SamplingParams(temperature=0, logprobs=5)
 COUNT, CHUNK = 6, 128
-SPECS = {  # most that keys and values of the library and of the kernel are apart, over their own norm
+# Most that keys and values of the library and of the kernel are apart, over their own norm, and log-probabilities of
+# first tokens. Rounding alone, in bfloat16 and in float32 on a CPU, takes 1B's 0.3 to 0.9 apart
+# (benchmarks/cuda-log.md#rank-passes); other streams or weights, units.
+SPECS = {
     "biases, norms, windows": (
         spec_of(
             dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
             windows=(5, 0, 90), vocab_size=100, max_context=2048,
         ),
-        0.004,
+        0.004, 0.3,
     ),
-    "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=2048), 0.004),
-    "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=2048), 0.004),
-    "laneformer-2b": (spec_named("laneformer-2b"), 0.02),
-    "llama-3.2-1b": (spec_named("llama-3.2-1b"), 0.1),
+    "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=2048), 0.004, 0.3),
+    "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=2048), 0.004, 0.3),
+    "laneformer-2b": (spec_named("laneformer-2b"), 0.02, 0.3),
+    "llama-3.2-1b": (spec_named("llama-3.2-1b"), 0.1, 2.0),
 }  # fmt: skip
 SMALL = SPECS["biases, norms, windows"][0]
 
@@ -118,8 +121,7 @@ def long(small):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_it_is_near_the_kernels_own_prompt(kind, name):
-    """A first token of other streams or weights has other log-probabilities by units."""
-    spec, limit = SPECS[name]
+    spec, limit, apart = SPECS[name]
     left = {}
     for prefill in ("library", "kernel"):
         backend = opened(kind, spec, prefill)
@@ -139,7 +141,7 @@ def test_it_is_near_the_kernels_own_prompt(kind, name):
             assert other.std() > 0.1 and (mine - other).norm() < limit * other.norm()
         near = dict(own[0][0].top)
         common = [abs(p - near[token]) for token, p in ours[0][0].top if token in near]
-        assert len(common) >= 3 and max(common) < 0.3
+        assert len(common) >= 3 and max(common) < apart
 
 
 def test_slices_beside_another_request_change_nothing(small, long):

@@ -14,10 +14,10 @@ from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType, Head
 from kog_triton.model.weight_format import FORMATS
-from kog_triton.sampling import History, SamplingParams, sample
+from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_rank_columns import alone_on_ranks, assert_same, left_by
 from tests.lib.cuda_requests import request
-from tests.lib.cuda_sampling import SETTINGS, resolved
+from tests.lib.cuda_sampling import SETTINGS, assert_sampled, resolved
 from tests.lib.gpu_ranks import GpuRankColumns, GpuRanks
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.machine_code import spec_named
@@ -82,15 +82,8 @@ def small(devices):
 
 @pytest.mark.parametrize("name", ["plain", "top_k", "top_p", "penalties", "all at once"])
 def test_sampled_tokens_are_the_definitions(small, name):
-    prompt, params = [1, 2, 3, 2], resolved(SMALL.vocab_size, **SETTINGS[name])
-    tokens, outcome = small.generate(prompt, 12, params)
-    assert outcome in (1, 2) and tokens
-    logits = small.forward_logits(prompt + tokens)
-    history = History(tuple(prompt))
-    for token in tokens:
-        position = len(prompt) + len(history.output)
-        assert token == sample(logits[position - 1], params, history, position).token
-        history.append(token)
+    params = resolved(SMALL.vocab_size, **SETTINGS[name])
+    assert assert_sampled(small, [1, 2, 3, 2], 12, params) in (1, 2)
 
 
 def test_a_thousand_requests_with_random_delays_between_launches(small):

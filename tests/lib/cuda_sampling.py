@@ -81,6 +81,19 @@ def assert_defined(backend, prompt, steps, params, mask=None, sample_idx=0):
         history.append(step.token)
 
 
+def assert_sampled(ranks, prompt, count, params):
+    """Tokens that a walk of ranks generates are the definition's on its own logits, which all ranks have made together;
+    how the request ended is given back."""
+    tokens, outcome = ranks.generate(prompt, count, params)
+    logits = ranks.forward_logits([*prompt, *tokens])
+    history = History(tuple(prompt))
+    assert tokens
+    for position, token in enumerate(tokens, len(prompt)):
+        assert token == sample(logits[position - 1], params, history, position).token
+        history.append(token)
+    return outcome
+
+
 EVERY = {
     "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.002, "repetition_penalty": 1.2,
     "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {5: 3.0, 60: -100.0},
