@@ -138,7 +138,8 @@ def test_a_prompt_in_chunks_leaves_what_it_leaves_a_token_at_a_time(small, devic
 
 
 LENGTHS = (9, 60, 300, 700)  # a pass of short prompts, and the library's
-ROUNDING = 2.0  # of log-probabilities, units where streams are others': benchmarks/cuda-log.md#rank-passes
+# Of log-probabilities; of other streams they differ by units (benchmarks/cuda-log.md#rank-passes).
+ROUNDING = 2.0
 
 
 def test_prompts_of_every_way_say_what_the_kernels_own_prompt_says_nearly(backend, devices):

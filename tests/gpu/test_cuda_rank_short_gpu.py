@@ -20,7 +20,8 @@ from tests.lib.cuda_requests import error_of, request, run, serve
 pytestmark = pytest.mark.gpu
 TOLD = SamplingParams(temperature=0, logprobs=5)
 COUNT, LENGTHS = 6, (9, 33, 64, 100)
-ROUNDING = 2.0  # of log-probabilities, units where streams are others': benchmarks/cuda-log.md#rank-passes
+# Of log-probabilities; of other streams they differ by units (benchmarks/cuda-log.md#rank-passes).
+ROUNDING = 2.0
 SPEC = named_shape("qwen3-0.6b")
 
 
