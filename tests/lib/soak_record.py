@@ -34,7 +34,7 @@ class Way:
     def line(self) -> str:
         if not self.slices:
             return self.by
-        cut = f"{len(self.slices)} slices" if len(self.slices) > 1 else "one slice"
+        cut = "in slices" if len(self.slices) > 1 else "one slice"
         return f"{self.by}, {cut}{', at once' if self.at_once else ''}{', others between' if self.between else ''}"
 
 
