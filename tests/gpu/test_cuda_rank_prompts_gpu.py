@@ -247,6 +247,29 @@ def test_a_padded_prompt_beside_another_request_changes_nothing(padded):
         assert_same((steps[1], held(padded, 1, len(asked.prompt) + COUNT - 1)), expected)
 
 
+def test_a_shorter_prompt_that_comes_while_a_padded_one_is_cut_changes_nothing(
+    padded, monkeypatch
+):
+    asked, shorter = (request(i, prompt_of(SMALL, n), COUNT, TOLD) for i, n in ((1, 700), (2, 300)))
+    expected = [left_by(padded, one) for one in (asked, shorter)]
+    mailbox, right, ends = Mailbox(), PromptRun.advance, []
+
+    def advance(self, seconds, at_once=False):
+        ends.append(self.end)
+        if self.end == 700 and ends.count(700) == 4:
+            mailbox.post(shorter)
+        return right(self, seconds if self.short else 0.0, at_once)
+
+    monkeypatch.setattr(PromptRun, "advance", advance)
+    mailbox.post(request(0, prompt_of(SMALL, 9), 200))
+    mailbox.post(asked)
+    padded.generate(mailbox)
+    assert ends.count(700) > 10 and 300 in ends
+    for one, want in zip((asked, shorter), expected, strict=True):
+        left = held(padded, one.slot, len(one.prompt) + COUNT - 1)
+        assert_same((timeless(mailbox.read(one.slot, 0)), left), want)
+
+
 def test_a_gpu_that_does_not_come_is_named_and_the_next_prompt_runs(padded, monkeypatch):
     asked = request(1, prompt_of(SMALL, 300), COUNT, TOLD)
     expected, end = left_by(padded, asked), padded.library._exchange.ends[1]
