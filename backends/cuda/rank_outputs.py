@@ -6,7 +6,8 @@ torch's copies (prefill/ranks.py) a layer's four took the host as long as its pr
 A place of every rank's memory takes the outputs of one exchange, [all S, T, hidden] in the order of ranks. There are
 two and, for what arrives late, two more for each layer of delay: whoever stores into one again has found the number of
 the exchange before it of every rank, stored behind that rank's reading of all that is due by then. A pass ends with an
-exchange of nothing, so that the next one finds all places free.
+exchange of nothing, so that the next one finds all places free: passes come one behind the other (prefill/ranks.py's
+RankRun).
 """
 
 from collections.abc import Callable, Sequence

@@ -247,9 +247,7 @@ def test_a_padded_prompt_beside_another_request_changes_nothing(padded):
         assert_same((steps[1], held(padded, 1, len(asked.prompt) + COUNT - 1)), expected)
 
 
-def test_a_shorter_prompt_that_comes_while_a_padded_one_is_cut_changes_nothing(
-    padded, monkeypatch
-):
+def test_a_shorter_prompt_that_comes_while_a_padded_one_is_cut_changes_nothing(padded, monkeypatch):
     asked, shorter = (request(i, prompt_of(SMALL, n), COUNT, TOLD) for i, n in ((1, 700), (2, 300)))
     expected = [left_by(padded, one) for one in (asked, shorter)]
     mailbox, right, ends = Mailbox(), PromptRun.advance, []
