@@ -134,20 +134,6 @@ struct Quads {
   }
 };
 
-// Four values of a column from element e on, as bytes; by whole warps, eight threads a step.
-template <class Stage>
-KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4], bool staged) {
-  constexpr int kSharers = kFragK / 4;
-  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
-  FourBytes four(v, scale.inverse);
-  u32 sum = 0;
-  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(four.sum);
-  if (!staged) return;
-  u32* step = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) + e / kFragK * OperandLayout<Stage>::kStepWords;
-  *reinterpret_cast<uint2*>(step + column * (kFragK / 2) + e % kFragK / 2) = {four.high, four.low};
-  if (e % kFragK == 0) put_step<Stage>(b, e / kFragK, column, scale, sum);
-}
-
 // Stage this warp's slice of x * gain as the operands of Stage, or of wide stages that take the same, of which the
 // longest multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
@@ -156,8 +142,7 @@ KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4]
 template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class From, class Meanwhile, class Hold>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int iteration,
                               Meanwhile meanwhile, Hold hold) {
-  using S = OperandLayout<Wide>;
-  static_assert(kPaddedK <= kWarps * kSlice);
+  static_assert(kPaddedK <= kWarps * kSlice && kMine % WideQuad::kColumnsAtOnce == 0);
   constexpr int kHeldValues = Stage::kHeld * kFragK;
   static_assert(!kHeldFirst<Stage> || (kOwn && kHeldValues % 128 == 0 && Stage::kSteps * kFragK == kSlice));
   float4 gain[kGroups];
@@ -193,13 +178,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int 
     int place = e / kFragK;  // of the step
     if constexpr (kHeldFirst<Stage>)
       place = b.warp * (Stage::kSteps - Stage::kHeld) + local / kFragK - (i * 128 < kHeldValues ? 0 : Stage::kHeld);
-    u32* step = reinterpret_cast<u32*>(b.scratch) + place * S::kStepWords;
-    // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
-    // even and odd columns.
-    static_assert(!kSwapped || kMine % 2 == 0);
-    int swizzle = bank_swizzle(e / kFragK), high = WideOffset(0, first, e % kFragK / 2).high;
-    u32* even = step + high + swizzle;
-    u32* odd = step + high - swizzle;
+    WideQuad to(b, place, e, first);
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
@@ -210,15 +189,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int 
         put_bytes<Stage>(b, column, e, scaled, staged);
         continue;
       }
-      square[c] = scale_four(four, g, square[c], staged, [&](int i, const HighLow& parts) {
-        if constexpr (kSwapped) {
-          u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
-          *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
-        } else {
-          WideOffset at(e / kFragK, column, e % kFragK / 2 + i);
-          step[at.high] = parts.high, step[at.low] = parts.low;
-        }
-      });
+      square[c] = scale_four(four, g, square[c], staged, [&](int j, const HighLow& parts) { to.put(c, j, parts); });
     }
     if (kHeldFirst<Stage> && (i + 1) * 128 == kHeldValues) {
       sync_warp();
@@ -254,6 +225,7 @@ KOG_DEVICE void raise_rows(const Block& b, int piece, u32 epoch) {
   // Asked anew: known ahead of a loop of batches, what is derived from it would be kept while it multiplies.
   int quad = thread_index() % 32, row = piece / OperandLayout<Stage>::kPieces * kRows + 4 * quad;
   if (quad < kRows / 4 && row < kHidden) store_relaxed(lane_words<Hints>(b) + row / 4, epoch);
+  rejoin();
 }
 
 }  // namespace kog::columns
