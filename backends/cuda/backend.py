@@ -171,6 +171,7 @@ class CudaBackend(PromptsBeside):
                 compile_columns,
                 load_columns,
                 self._moves_outputs(lowering),
+                self.lay_out_columns,
             )
             self.columns = Columns(
                 lowering,

@@ -153,31 +153,6 @@ struct WideOffset {
   }
 };
 
-// Where a thread stages four values side by side from element e on, which are of step number `place` in scratch, of its
-// columns from `first` on. The swizzle differs between even and odd columns: known numbers are added to either.
-struct WideQuad {
-  using S = OperandLayout<Wide>;
-  static constexpr int kColumnsAtOnce = kSwapped ? 2 : 1;
-  u32 *step, *even, *odd;
-  int e, first;
-
-  KOG_DEVICE WideQuad(const Block& b, int place, int element, int column) : e(element), first(column) {
-    step = reinterpret_cast<u32*>(b.scratch) + place * S::kStepWords;
-    int swizzle = bank_swizzle(e / kFragK), high = WideOffset(0, first, e % kFragK / 2).high;
-    even = step + high + swizzle;
-    odd = step + high - swizzle;
-  }
-  // Values 2 i and 2 i + 1 of column number c of the thread's.
-  KOG_DEVICE void put(int c, int i, const HighLow& parts) const {
-    if constexpr (kSwapped) {
-      u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
-      *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
-    } else {
-      WideOffset at(e / kFragK, first + c, e % kFragK / 2 + i);
-      step[at.high] = parts.high, step[at.low] = parts.low;
-    }
-  }
-};
 // One value of a column's operands, element e of a stage's inputs.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
   u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * OperandLayout<Wide>::kStepWords;

@@ -142,7 +142,8 @@ struct Quads {
 template <class Stage, int kPaddedK, bool kOwn, bool kGains = true, class From, class Meanwhile, class Hold>
 KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int iteration,
                               Meanwhile meanwhile, Hold hold) {
-  static_assert(kPaddedK <= kWarps * kSlice && kMine % WideQuad::kColumnsAtOnce == 0);
+  using S = OperandLayout<Wide>;
+  static_assert(kPaddedK <= kWarps * kSlice);
   constexpr int kHeldValues = Stage::kHeld * kFragK;
   static_assert(!kHeldFirst<Stage> || (kOwn && kHeldValues % 128 == 0 && Stage::kSteps * kFragK == kSlice));
   float4 gain[kGroups];
@@ -178,7 +179,13 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int 
     int place = e / kFragK;  // of the step
     if constexpr (kHeldFirst<Stage>)
       place = b.warp * (Stage::kSteps - Stage::kHeld) + local / kFragK - (i * 128 < kHeldValues ? 0 : Stage::kHeld);
-    WideQuad to(b, place, e, first);
+    u32* step = reinterpret_cast<u32*>(b.scratch) + place * S::kStepWords;
+    // Where the first column lies, to which known numbers are added: twice, as the swizzle differs between
+    // even and odd columns.
+    static_assert(!kSwapped || kMine % 2 == 0);
+    int swizzle = bank_swizzle(e / kFragK), high = WideOffset(0, first, e % kFragK / 2).high;
+    u32* even = step + high + swizzle;
+    u32* odd = step + high - swizzle;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       int column = first + c;
@@ -189,7 +196,15 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int 
         put_bytes<Stage>(b, column, e, scaled, staged);
         continue;
       }
-      square[c] = scale_four(four, g, square[c], staged, [&](int j, const HighLow& parts) { to.put(c, j, parts); });
+      square[c] = scale_four(four, g, square[c], staged, [&](int i, const HighLow& parts) {
+        if constexpr (kSwapped) {
+          u32* to = (c % 2 == 0 ? even : odd) + c * 16 + i * S::kSetWords;
+          *reinterpret_cast<uint2*>(to) = {parts.high, parts.low};
+        } else {
+          WideOffset at(e / kFragK, column, e % kFragK / 2 + i);
+          step[at.high] = parts.high, step[at.low] = parts.low;
+        }
+      });
     }
     if (kHeldFirst<Stage> && (i + 1) * 128 == kHeldValues) {
       sync_warp();

@@ -76,31 +76,37 @@ KOG_DEVICE int narrow_offset(int word, int token) {
 // Wide operands of eight values of K lie in as many places of four words as there are columns' parts; which has which
 // changes from eight to eight, so that threads that stage a column meet banks of their own.
 constexpr int kPlaces = 2 * kColumns, kBankPlaces = 8;  // 32 banks
-KOG_DEVICE u32* wide_place(const Block& b, int piece, int token, int low) {
+KOG_DEVICE int wide_offset(int piece, int token, int low) {
   constexpr int kAlike = kPlaces < kBankPlaces ? kBankPlaces / kPlaces : 1;  // pieces that share the banks
   int place = (2 * token + low) ^ piece / kAlike % (kPlaces < kBankPlaces ? kPlaces : kBankPlaces);
-  return reinterpret_cast<u32*>(b.scratch) + (piece * kPlaces + place) * kPieceValueWords;
+  return (piece * kPlaces + place) * kPieceValueWords;
 }
-// Where a thread stages four values side by side from element e on, of its columns from `first` on.
-struct WideQuad {
-  static constexpr int kColumnsAtOnce = 1;
-  const Block& b;
-  int e, first;
+// As the columns' walk names them (columns/stream.h): steps of kFragK values, whatever the stage.
+struct Wide {};
+template <>
+struct OperandLayout<Wide> {
+  static constexpr int kStepWords = kColumns * kFragK, kSetWords = 0;
+};
+constexpr bool kSwapped = false;
+KOG_DEVICE int bank_swizzle(int) { return 0; }
+// Where word `word` (two values) of a step is for a token, its high and low parts, in words from the step's.
+struct WideOffset {
+  int high, low;
 
-  KOG_DEVICE WideQuad(const Block& block, int, int element, int column) : b(block), e(element), first(column) {}
-  // Values 2 i and 2 i + 1 of column number c of the thread's.
-  KOG_DEVICE void put(int c, int i, const HighLow& parts) const {
-    int word = e % kThreadValues / 2 + i;
-    wide_place(b, e / kThreadValues, first + c, 0)[word] = parts.high;
-    wide_place(b, e / kThreadValues, first + c, 1)[word] = parts.low;
+  KOG_DEVICE WideOffset(int step, int token, int word) {
+    int first = step * (kFragK / kThreadValues), piece = first + word / kPieceValueWords;
+    int at = word % kPieceValueWords - step * OperandLayout<Wide>::kStepWords;
+    high = wide_offset(piece, token, 0) + at;
+    low = wide_offset(piece, token, 1) + at;
   }
 };
 // One value of a column's operands, element e of a stage's inputs.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
   HighLow parts(v, 0);
+  u32* scratch = reinterpret_cast<u32*>(b.scratch);
   int piece = e / kThreadValues, at = e % kThreadValues;
-  reinterpret_cast<u16*>(wide_place(b, piece, column, 0))[at] = static_cast<u16>(parts.high);
-  reinterpret_cast<u16*>(wide_place(b, piece, column, 1))[at] = static_cast<u16>(parts.low);
+  reinterpret_cast<u16*>(scratch + wide_offset(piece, column, 0))[at] = static_cast<u16>(parts.high);
+  reinterpret_cast<u16*>(scratch + wide_offset(piece, column, 1))[at] = static_cast<u16>(parts.low);
 }
 
 template <class Stage>
@@ -126,7 +132,8 @@ struct Operands {
 #pragma unroll
       for (int set = 0; set < S::kSets; set++) {
         int token = set * S::kTokens + column / 2 % S::kTokens;
-        uint4 v = *reinterpret_cast<const uint4*>(wide_place(b, first + step * S::kValuePieces, token, column % 2));
+        int at = wide_offset(first + step * S::kValuePieces, token, column % 2);
+        uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const u32*>(b.scratch) + at);
 #pragma unroll
         for (int j = 0; j < kPieceValueWords; j++) held[step].w[set * kPieceValueWords + j] = word_of(v, j);
       }
