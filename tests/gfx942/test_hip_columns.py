@@ -53,6 +53,13 @@ SHARED = {
 }
 
 
+# A compilation takes half a minute: the others' with the slow tests.
+ALWAYS = [
+    case if case in ("llama", "qwen3", "split") else pytest.param(case, marks=pytest.mark.slow)
+    for case in SHARED
+]
+
+
 def spec_of(case: str) -> ModelSpec:
     return SPECS[case.removesuffix(" of four")]
 
@@ -92,7 +99,7 @@ def wrong(case, conditions, seed=1, includes=INCLUDES):
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("case", ALWAYS)
 def test_requests_that_share_a_step_equal_the_reference(case, conditions):
     assert wrong(case, conditions) == ""
     assert columns(case).launches == 1  # all end with the same step
@@ -109,8 +116,8 @@ def test_requests_equal_the_reference_whatever_the_order(case, seed):
 def test_the_cuts_of_k_are_those_meant():
     """Products of four rows and of eight, of several column sets, and operands of more steps than are on their way."""
     found = set()
-    for case in SHARED:
-        layout = columns(case).layout
+    for case, names in SHARED.items():
+        layout = layout_of(spec_of(case), len(names), BLOCKS.get(case, 8))
         for stage in matrix_stages(layout.lowering.schedule):
             rows = layout.lowering.tilings[stage.name].fragment_rows
             found.add((rows, layout.row_words(stage) // 4, layout.lowering.steps(stage) > 12))
@@ -128,8 +135,18 @@ def test_a_request_that_ends_leaves_the_others_to_the_next_launch():
 
 
 def test_columns_without_a_request_do_nothing():
-    made = serve("llama of four", CONDITIONS["plain"], ("sampled",))
+    made = serve("llama", CONDITIONS["plain"], ("sampled",))
     assert made == [(expected("llama", "sampled"), Outcome.LENGTH)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
+def test_a_prompt_in_chunks_ends_with_the_references_first_token(conditions):
+    """Four positions a step, of 37; what follows is another kernel's (test_hip_backend.py)."""
+    spec = spec_of("llama")
+    one = HipColumns(spec, ArrayWeights(spec), 4, 8, chunk=True)
+    made = one.prompt(ASKED["long prompt"].request(), steps=MOST_STEPS, **conditions)
+    assert made == expected("llama", "long prompt")[:1]
 
 
 # ---- seen red ----
@@ -142,7 +159,11 @@ PLANTED = {
         "{w.x, w.y}, {columns[0], columns[1]}",
     ),
     # Sums of other eights of K, which are of nobody.
-    "products of nobody": ("mma/products.h", "which / kRows == 4 * group / kRows", "which / kRows == 0"),
+    "products of nobody": (
+        "mma/products.h",
+        "which / kRows == 4 * group / kRows",
+        "which / kRows == 0",
+    ),
     "low parts are left out": ("mma/products.h", "v[i] += shuffle_xor(v[i], 1);", ""),
     "rows and eights of K of another order": (
         "ring.h",
@@ -157,7 +178,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize(
+    "fault",
+    [f if f == "products of nobody" else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED],
+)
 def test_a_planted_fault_is_seen(fault, tmp_path):
     file, old, new = PLANTED[fault]
     text = (INCLUDES[0] / "kog" / file).read_text()
@@ -192,7 +216,7 @@ def keeps_its_promises(layout: ColumnLayout) -> None:
     assert one.count("F16" if half else "BF16") >= one.count("V_MFMA")
 
 
-@pytest.mark.parametrize("case", [*CASES])
+@pytest.mark.parametrize("case", ALWAYS)
 def test_the_object_keeps_what_the_design_promises(case):
     keeps_its_promises(columns(case).layout)
 
@@ -232,5 +256,7 @@ def test_as_many_share_a_step_as_lds_holds(name, most):
 
 def test_a_k_that_outgrows_the_registers_is_refused_by_name():
     lowering = lower_hip(build(real_shape("qwen2.5-7b")), GPUS["mi300x"])
-    with pytest.raises(ModelError, match="down_proj's activations of 2 requests take 148 registers"):
+    with pytest.raises(
+        ModelError, match="down_proj's activations of 2 requests take 148 registers"
+    ):
         lay_out_columns(lowering, 4096, 2)

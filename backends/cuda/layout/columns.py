@@ -85,7 +85,12 @@ def lay_out_columns(
 
 
 def begin_columns(
-    kind: type[Laid], lowering: CudaLowering, max_context: int, columns: int, chunk: bool, **more: int
+    kind: type[Laid],
+    lowering: CudaLowering,
+    max_context: int,
+    columns: int,
+    chunk: bool,
+    **more: int,
 ) -> tuple[Laid, int]:
     """A layout of columns without scratch, and bytes of scratch that its stages take; ModelError where a block has too
     many KV tasks. `more`: the layout's other fields."""

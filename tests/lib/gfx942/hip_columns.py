@@ -70,17 +70,30 @@ class HipColumns:
             m.write_request(one.slot, encode(one, self.spec.vocab_size), one.prompt, 0)
         running, self.launches = [one.slot for one in requests], 0
         while running:
-            for tensor in (m.words, m.error, m.mailbox):
-                tensor.zero_()
-            tensors = {name: getattr(m, name) for name in TENSORS}
-            pointers = m.pointers(running, UNLIMITED_NS, UNLIMITED)
-            launch(self.kernel, self.layout, pointers, tensors, seed=seed, **conditions)
-            self.launches += 1
-            assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()
+            self._launch(running, seed, conditions)
             ended = [slot for slot in running if self.told(slot)[1]]
             assert ended, "a launch ends with a request"
             running = [slot for slot in running if slot not in ended]
         return [self.told(one.slot) for one in requests]
+
+    def prompt(self, request: Request, seed: int = 1, **conditions: Any) -> list[int]:
+        """Of a kernel of chunks: what slot 0 has said behind the one launch that runs a prompt."""
+        m, count = self.memory, self.layout.columns
+        m.write_request(0, encode(request, self.spec.vocab_size), request.prompt, 0)
+        self._launch([0] * count, seed, conditions)
+        assert int(m.mailbox[2]) == Outcome.YIELD
+        assert m.states[0].tolist() == [len(request.prompt), self.told(0)[0][0]]
+        return self.told(0)[0]
+
+    def _launch(self, slots: Sequence[int], seed: int, conditions: dict[str, Any]) -> None:
+        m = self.memory
+        for tensor in (m.words, m.error, m.mailbox):
+            tensor.zero_()
+        tensors = {name: getattr(m, name) for name in TENSORS}
+        pointers = m.pointers(slots, UNLIMITED_NS, UNLIMITED)
+        launch(self.kernel, self.layout, pointers, tensors, seed=seed, **conditions)
+        self.launches += 1
+        assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()
 
     def told(self, slot: int) -> tuple[list[int], Outcome]:
         """A slot's tokens so far, and why they end; RUNNING if they do not."""
