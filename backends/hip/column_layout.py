@@ -6,6 +6,7 @@ it, whose place the partial sums take, and the sums of stages that take words.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from kog_triton.backends.cuda.layout.batches import (
     step_bytes,
@@ -84,9 +85,8 @@ def lay_out_columns(
     """Regions and LDS for `columns` requests a step, or positions of one prompt if it is a `chunk`; ModelError if they
     do not fit."""
     check_model(lowering)
-    layout, scratch = begin_columns(
-        ColumnLayout, lowering, max_context, columns, chunk, threads=THREADS
-    )
+    make = partial(ColumnLayout, threads=THREADS)
+    layout, scratch = begin_columns(make, lowering, max_context, columns, chunk)
     layout = replace(layout, scratch_bytes=up(scratch, 128))
     most = lowering.gpu.shared_bytes - STATIC_BYTES
     if layout.shared_bytes > most:

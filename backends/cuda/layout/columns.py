@@ -85,21 +85,16 @@ def lay_out_columns(
 
 
 def begin_columns(
-    kind: type[Laid],
-    lowering: CudaLowering,
-    max_context: int,
-    columns: int,
-    chunk: bool,
-    **more: int,
+    make: Callable[..., Laid], lowering: CudaLowering, max_context: int, columns: int, chunk: bool
 ) -> tuple[Laid, int]:
-    """A layout of columns without scratch, and bytes of scratch that its stages take; ModelError where a block has too
-    many KV tasks. `more`: the layout's other fields."""
+    """A layout of columns by `make`, without scratch, and bytes of scratch that its stages take; ModelError where a
+    block has too many KV tasks."""
     schedule, spec = lowering.schedule, lowering.schedule.spread
     stages = {stage.name: stage for stage in matrix_stages(schedule)}
     splits = max(1, lowering.group_size(stages["qkv_proj"]) // schedule.shard_kv_heads)
     kernel = column_kernel(lowering, splits, columns)
     check_kernel(kernel)
-    layout = kind(
+    layout = make(
         lowering,
         max_context,
         kernel,
@@ -110,7 +105,6 @@ def begin_columns(
         chunk=chunk,
         partial_bytes=0,
         small_bytes=column_small_bytes(lowering),
-        **more,
     )
     if layout.block_kv_tasks > MOST_KV_TASKS:
         raise ModelError(
