@@ -23,7 +23,7 @@ from tests.lib.gfx942.executor import WEAK, Fault, Memory
 from tests.lib.gfx942.gates import gates_of
 from tests.lib.gfx942.hip_columns import KERNEL, HipColumns, compiled, layout_of
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.gfx942.hip_requests import LENGTHS, MOST_STEPS, SPLIT
+from tests.lib.gfx942.hip_requests import MOST_STEPS, SPLIT
 from tests.lib.gfx942.requests import ASKED, TOKENS, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.lowering_cases import ArrayWeights
@@ -42,12 +42,14 @@ SPECS = {name: case.spec for name, case in CASES.items()} | {
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
 }
 BLOCKS = {"qwen3": 16, "four rows": 2}
+# Contexts of ten positions whose splits are one block's, then few blocks', then all blocks'.
+SPLITS = {"split_least": 2, "merged_length": 4}
 SHARED = {
     "llama": ("greedy", "sampled"),
     "llama of four": ("greedy", "sampled", "rules", "edits"),
     "qwen3": ("greedy", "edits"),
     "laneformer": ("sampled", "rules"),
-    "split": ("long prompt", "sampled"),
+    "split": ("edits", "sampled"),
     "four rows": ("greedy", "sampled", "rules", "edits"),
     "a long K": ("greedy", "sampled"),
 }
@@ -70,7 +72,7 @@ def columns(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipColumns:
 
 @cache
 def made(case: str, includes: tuple[Path, ...]) -> HipColumns:
-    spec, lengths = spec_of(case), LENGTHS if case == "split" else {}
+    spec, lengths = spec_of(case), SPLITS if case == "split" else {}
     count = max(2, len(SHARED[case]))
     return HipColumns(
         spec, ArrayWeights(spec), count, BLOCKS.get(case, 8), includes=includes, **lengths
@@ -212,8 +214,8 @@ def keeps_its_promises(layout: ColumnLayout) -> None:
         layout.lowering.steps(s) * layout.row_words(s) // 4
         for s in matrix_stages(layout.lowering.schedule)
     )
-    assert one.count("V_MFMA_F32_16X16X16") == one.count("V_MFMA") >= least
-    assert one.count("F16" if half else "BF16") >= one.count("V_MFMA")
+    kind = "V_MFMA_F32_16X16X16_" + ("F16" if half else "BF16")
+    assert one.count(kind) == one.count("V_MFMA") >= least
 
 
 @pytest.mark.parametrize("case", ALWAYS)
