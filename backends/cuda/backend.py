@@ -21,7 +21,7 @@ from kog_triton.backends.cuda.early import FirstKernels
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.launcher import UNLIMITED, CudaLauncher, check_launch, check_waits
-from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS, LayOut
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
@@ -79,6 +79,7 @@ class CudaBackend(PromptsBeside):
     rank = 1
     plans_memory = True
     column_counts: tuple[int, ...] = COUNTS  # of the kernels that serve several requests together
+    lay_out_columns: LayOut | None = None  # if not as layout/columns.py
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     early_kernels = True  # a first start has kernels that make tokens alone (early.py)
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
@@ -170,6 +171,7 @@ class CudaBackend(PromptsBeside):
                 compile_columns,
                 load_columns,
                 self._moves_outputs(lowering),
+                self.lay_out_columns,
             )
             self.columns = Columns(
                 lowering,
@@ -178,6 +180,7 @@ class CudaBackend(PromptsBeside):
                 options.num_slots,
                 compile_columns,
                 load_columns,
+                lay_out=self.lay_out_columns,
             )
             # First tokens together: of the widest kernel alone, whose step costs two requests hardly more than theirs.
             shared = self.columns.counts[-1:] if wants_library(options, self.device) else ()

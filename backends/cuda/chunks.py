@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
-from kog_triton.backends.cuda.layout.columns import POSITIONS, layout_of_chunks
+from kog_triton.backends.cuda.layout.columns import POSITIONS, LayOut, layout_of_chunks
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.prefill.library import BY_TOKEN, Crossover
@@ -76,6 +76,7 @@ class Chunks:
     compile    puts a layout's kernel where `load` finds it
     load       makes it ready to run; by the thread that launches, or that settles while nothing runs
     graphs     on several GPUs: fresh prompts of the library are graphs
+    lay_out    lays the kernel out, if not as CUDA's
     kernel     None until it is compiled and then asked for, and where there is none
     """
 
@@ -91,9 +92,10 @@ class Chunks:
         compile: Callable[[Layout], object],
         load: Callable[[Layout], RankKernel],
         graphs: bool = False,
+        lay_out: LayOut | None = None,
     ) -> None:
         self._compile, self._load, self._graphs = compile, load, graphs
-        self._layout = layout_of_chunks(lowering, max_context, positions)
+        self._layout = layout_of_chunks(lowering, max_context, positions, lay_out)
         if self._layout is not None:
             self._compiled = compiler.submit(self._run, self._layout)
 

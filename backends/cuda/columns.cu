@@ -1,6 +1,7 @@
 // The third entry point: several tokens a step, one each of several requests or a chunk of a
 // prompt (kChunk). The generated header stands before this text.
 #include <kog/columns/decode.h>
+#include <kog/columns/produce.h>
 #include <kog/roles.h>
 
 // The consumers' walk, which must not become a function of its own: it would keep its block in memory.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kog_triton.backends.compiled_beside import CompiledBeside
-from kog_triton.backends.cuda.layout.columns import layouts_of_slots
+from kog_triton.backends.cuda.layout.columns import LayOut, layouts_of_slots
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.errors import DeviceError
@@ -48,6 +48,7 @@ class Columns:
     counts   of the columns that there may be, ascending
     compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
     load     makes it ready to run; by the thread that launches
+    lay_out  lays out a count's kernel, if not as CUDA's
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Columns:
         compile: Callable[[Layout], object],
         load: Callable[[Layout], RankKernel],
         what: str = "columns",
+        lay_out: LayOut | None = None,
     ) -> None:
         self._compile, self._load = compile, load
-        self._layouts = layouts_of_slots(lowering, max_context, counts, num_slots)
+        self._layouts = layouts_of_slots(lowering, max_context, counts, num_slots, lay_out)
         self._compiled: CompiledBeside[int] = CompiledBeside(
             lambda count: self._compile(self._layouts[count]), lambda count: f"{count} {what}"
         )

@@ -1,8 +1,7 @@
 """HipBackend: the monokernel of one model on one AMD GPU.
 
 The host's side is CudaBackend's, whose memory, words and serving the kernel shares (docs/HIP.md). What it has of its
-own: the lowering, the compiler (toolchain.py) and the runtime (driver.py). There is the kernel of one token alone:
-prompts run a token at a time, and requests beside each other take turns.
+own: the lowering, the compiler (toolchain.py) and the runtime (driver.py).
 """
 
 from pathlib import Path
@@ -14,6 +13,7 @@ from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.device import gpu_of
+from kog_triton.backends.hip.column_layout import lay_out_columns
 from kog_triton.backends.hip.driver import HipKernel, count_gpus
 from kog_triton.backends.hip.findings import look
 from kog_triton.backends.hip.layout import lay_out_hip
@@ -37,8 +37,7 @@ class HipBackend(CudaBackend):
     vendors = ("amd",)
     rank = None  # type: ignore[assignment]  # "auto" does not take it
     prebuild = staticmethod(prebuild)
-    column_counts = ()  # there are no kernels of columns and chunks yet
-    chunk_positions = 0
+    lay_out_columns = staticmethod(lay_out_columns)
     early_kernels = False
     profile = None  # type: ignore[assignment]  # and none that takes stamps
 

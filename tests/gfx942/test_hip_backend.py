@@ -15,7 +15,7 @@ import torch
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
-from kog_triton.backends.hip import objects, prebuild, selftest, toolchain
+from kog_triton.backends.hip import column_layout, objects, prebuild, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.checkpoint.folder import Checkpoint
@@ -89,6 +89,9 @@ def hip(monkeypatch):
     gpu = replace(GPUS["mi300x"], num_blocks=BLOCKS)
     monkeypatch.setattr(HipBackend, "_find_gpu", staticmethod(lambda: (torch.device("cpu"), gpu)))
     monkeypatch.setattr(selftest, "ROUNDS", 3)
+    # Kernels of columns are compiled where a test is about them.
+    monkeypatch.setattr(HipBackend, "column_counts", ())
+    monkeypatch.setattr(HipBackend, "chunk_positions", 0)
     return fake
 
 
@@ -203,6 +206,46 @@ def test_what_the_kernel_takes_is_told(hip, model):
     with open_hip(model) as llm:
         held = llm.engine.backend.resources()
     assert 0 < held.registers <= 256 and held.local_bytes == 0 and held.shared_bytes <= 64 << 10
+
+
+# ---- several columns ----
+
+
+def test_requests_share_steps(hip, model, expected, monkeypatch):
+    """In one launch of both, which ends with the first; the other goes on alone."""
+    monkeypatch.setattr(HipBackend, "column_counts", (2,))
+    params = [replace(GREEDY, max_tokens=3), SAMPLED]
+    with open_hip(model, num_slots=2) as llm:
+        backend = llm.engine.backend
+        backend.settle()
+        before = hip.launches
+        made = ids(llm.generate(PROMPTS, params))
+        (columns,) = backend.columns.kernels
+        assert (columns.layout.columns, hip.launches - before) == (2, 2)
+    assert made == [expected(p, q)[0] for p, q in zip(PROMPTS, params, strict=True)]
+
+
+def test_prompts_run_in_chunks(hip, model, expected, monkeypatch):
+    monkeypatch.setattr(HipBackend, "chunk_positions", 2)
+    prompt = [(7 * i + 3) % 50 for i in range(11)]
+    with open_hip(model) as llm:
+        llm.engine.backend.settle()
+        before = hip.launches
+        assert ids(llm.generate(prompt, GREEDY)) == expected(prompt, GREEDY)
+        assert hip.launches - before == 2  # the prompt with its first token; what follows
+        kernel = llm.engine.backend.chunks.kernel
+        assert kernel is not None and kernel.layout.chunk and kernel.layout.columns == 2
+
+
+def test_a_model_whose_columns_find_no_room_takes_turns(hip, model, expected, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "kog_triton")
+    monkeypatch.setattr(HipBackend, "column_counts", (2,))
+    monkeypatch.setattr(column_layout, "HELD_WORDS", 0)
+    with open_hip(model, num_slots=2) as llm:
+        assert llm.engine.backend.columns.counts == ()
+        assert ids(llm.generate(PROMPTS, GREEDY)) == expected(PROMPTS, GREEDY)
+    told = "no kernel of 2 columns: qkv_proj's activations of 2 requests take 4 registers a thread"
+    assert told in caplog.text
 
 
 # ---- what goes wrong is one line ----

@@ -24,12 +24,18 @@ from kog_triton.backends.cuda.layout.attention import (
 from kog_triton.backends.cuda.layout.batches import (
     THREADS,
     batch_units,
+    held_steps,
+    read_slots,
+    read_steps,
+    row_words,
     small_bytes,
     staged_bytes,
+    step_bytes,
     sum_buffers,
     sum_bytes,
     sums_in_place,
     sums_over,
+    unit_pieces,
     up,
 )
 from kog_triton.backends.cuda.layout.exchanges import decode_kernel
@@ -132,6 +138,25 @@ class Layout:
         schedule, spec = self.lowering.schedule, self.lowering.schedule.spec
         lanes, heads = schedule.shards_per_rank, schedule.shard_kv_heads
         return (spec.num_layers, lanes, heads, 2, self.max_context, row_dim(spec))
+
+    def products(self, stage: Stage) -> dict[str, int]:
+        """What the kernel knows of a matrix stage's operands and partial sums, by the names of its constants."""
+        lo, columns = self.lowering, self.columns
+        return {
+            "batch": batch_units(lo, stage, columns),
+            "held": held_steps(lo, stage, columns),
+            "read": read_steps(lo, stage, columns),
+            "read_slots": read_slots(lo, stage),
+            "step_bytes": step_bytes(lo, stage, columns),
+            "row_words": row_words(lo, stage, columns),
+            "pieces": unit_pieces(lo.tilings[stage.name].unit_rows, columns),
+            "sums_at": self.sums_at(stage),
+            "operands_at": lo.operands_at(stage, columns),
+            "step_sums_at": lo.step_sums_at(stage, columns),
+            "sum_buffers": sum_buffers(lo, stage, columns),
+            "sums_in_place": sums_in_place(lo, stage, columns),
+            "sums_over": sums_over(lo, stage, columns),
+        }
 
     def staged_bytes(self, stage: Stage) -> int:
         """Of a matrix stage's inputs in scratch."""

@@ -14,6 +14,7 @@
 #include <kog/roles.h>
 #elif defined(COLUMNS)
 #include <kog/columns/decode.h>
+#include <kog/columns/produce.h>
 #include <kog/roles.h>
 #else
 #include <kog/head_steps.h>

@@ -84,6 +84,7 @@ struct OperandLayout {
   }
   static constexpr int kPartValues = Stage::kSteps * kStepValues;
 
+  KOG_DEVICE static int holder(int thread) { return thread % kHolders; }
   // Which narrow operands a thread has: of which token of a set, and the first value of a step.
   KOG_DEVICE static int token(int thread) {
     if constexpr (kInteger) return thread / 4;
@@ -152,16 +153,6 @@ struct WideOffset {
   }
 };
 
-// The same, and put(i, parts) of each pair, if they are staged.
-template <class Put>
-KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
-  float scaled[4];
-  square = scale_four(x, gain, square, scaled);
-  if (staged)
-#pragma unroll
-    for (int i = 0; i < 2; i++) put(i, HighLow(scaled[2 * i], scaled[2 * i + 1]));
-  return square;
-}
 // One value of a column's operands, element e of a stage's inputs.
 KOG_DEVICE void stage_value(const Block& b, int column, int e, float v) {
   u32* step = reinterpret_cast<u32*>(b.scratch) + e / kFragK * OperandLayout<Wide>::kStepWords;
@@ -210,6 +201,11 @@ struct Operands {
       staged += half * (S::kStepWords / S::kHalves);
       first = S::kHalves * first + half;
     }
+  }
+  // Of those that are read from memory, whose first words are the lane's.
+  KOG_DEVICE void find_in_memory(const Block& b, const u32* words) {
+    if constexpr (Stage::kRead > 0)
+      in_memory = words + S::first_value(b) / S::kStepValues * S::kStepWords + offset;
   }
   KOG_DEVICE u32* words(int step) const {
     int at = Stage::kWide && !S::kInteger ? offset ^ bank_swizzle(first + step) : offset;
@@ -372,6 +368,19 @@ KOG_DEVICE void put_bytes(const Block& b, int e, const float (&v)[N], bool stage
   if (staged && e % kFragK == 0) put_step<Stage>(b, e / kFragK, 0, scale, sum);
 }
 
+// Four values of a column from element e on, as bytes; by whole warps, eight threads a step.
+template <class Stage>
+KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4], bool staged) {
+  constexpr int kSharers = kFragK / 4;
+  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
+  FourBytes four(v, scale.inverse);
+  u32 sum = 0;
+  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(four.sum);
+  if (!staged) return;
+  u32* step = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) + e / kFragK * OperandLayout<Stage>::kStepWords;
+  *reinterpret_cast<uint2*>(step + column * (kFragK / 2) + e % kFragK / 2) = {four.high, four.low};
+  if (e % kFragK == 0) put_step<Stage>(b, e / kFragK, column, scale, sum);
+}
 // Stage four values times their gains from element e on, by whole warps, of one token; scale_four's sum.
 template <class Stage>
 KOG_DEVICE float stage_four(const Block& b, int e, const float (&x)[4], const float (&gain)[4], float square,

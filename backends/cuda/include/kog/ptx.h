@@ -176,6 +176,8 @@ KOG_DEVICE u32 load_cache(const u32* p, bool there) {
 KOG_DEVICE void sync_warp() { __syncwarp(); }
 // Between what some threads of a warp publish and a wait of others: here each thread goes on by itself.
 KOG_DEVICE void rejoin() {}
+// A number that warps side by side have, where they run the same instructions.
+KOG_DEVICE u32 of_wave(u32 v) { return v; }
 KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
 KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }

@@ -46,6 +46,17 @@ struct Ring {
   }
 };
 
+// Where the ring is, while a warp of a kernel of columns does not multiply (columns/warp_state.h). Every thread stores
+// the same and reads its own.
+KOG_DEVICE void save_ring(const Block& b, const Ring& ring) {
+  store_volatile(&b.small->warp_states[b.warp].slot, ring.slot);
+  store_volatile(&b.small->warp_states[b.warp].parity, ring.parity);
+}
+KOG_DEVICE Ring load_ring(const Block& b) {
+  return {load_volatile(&b.small->warp_states[b.warp].slot), load_volatile(&b.small->warp_states[b.warp].parity)};
+}
+KOG_DEVICE void begin_ring(const Block&) {}  // of a step: the producer knows
+
 KOG_DEVICE void init_ring(Block& b) {
   if (b.thread == 0) {
     for (int i = 0; i < kRingSlots; i++) {

@@ -54,6 +54,16 @@ KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float s
   }
   return square;
 }
+// The same, and put(i, parts) of each pair, if they are staged.
+template <class Put>
+KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float square, bool staged, Put put) {
+  float scaled[4];
+  square = scale_four(x, gain, square, scaled);
+  if (staged)
+#pragma unroll
+    for (int i = 0; i < 2; i++) put(i, HighLow(scaled[2 * i], scaled[2 * i + 1]));
+  return square;
+}
 // A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves:
 // thread t gets that of column t * N * kSharing / 32. The same pairs are added as if all threads added all
 // columns, but each thread goes on with half of them.

@@ -125,6 +125,12 @@ KOG_DEVICE uint4 load_relaxed4(const u32* p) {
   uint2 low = load_relaxed2(p), high = load_relaxed2(p + 2);
   return {low.x, low.y, high.x, high.y};
 }
+// The same word four times where there is nothing to ask for.
+KOG_DEVICE uint4 load_relaxed4(const u32* p, bool there, u32 otherwise) {
+  uint4 v = {otherwise, otherwise, otherwise, otherwise};
+  if (there) v = load_relaxed4(p);
+  return v;
+}
 KOG_DEVICE u32 load_relaxed(const u32* p) { return load_scoped<kWordScope>(p); }
 KOG_DEVICE ulonglong2 load_relaxed_pair(const u64* p) {
   return {load_scoped<kWordScope>(p), load_scoped<kWordScope>(p + 1)};
@@ -189,6 +195,8 @@ KOG_DEVICE void sync_warp() {
 // Between what some threads of a wave publish and a wait of others. A compiler may part threads at a branch for as long
 // as it likes, into a loop's next pass even, where some wait for what the others have yet to store; past this it may not.
 KOG_DEVICE void rejoin() { __builtin_amdgcn_wave_barrier(); }
+// A number that all threads of a wave have, so that the compiler knows.
+KOG_DEVICE u32 of_wave(u32 v) { return static_cast<u32>(__builtin_amdgcn_readfirstlane(static_cast<int>(v))); }
 KOG_DEVICE u32 threads_with(bool p) {
   u64 wave = __builtin_amdgcn_ballot_w64(p);
   return static_cast<u32>(in_wave() < 32 ? wave : wave >> 32);
@@ -315,6 +323,24 @@ KOG_DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, 
 KOG_DEVICE float rsqrt_of(float x) { return __builtin_amdgcn_rsqf(x); }
 KOG_DEVICE u64 bits_of(double x) { return __builtin_bit_cast(u64, x); }
 KOG_DEVICE double double_of(u64 x) { return __builtin_bit_cast(double, x); }
+// A wave's matrix of 16 rows and columns: a thread's column, and four rows of it (mma/products.h).
+using FourFloats = float __attribute__((ext_vector_type(4)));
+struct Matrix {
+  FourFloats v;
+};
+// c += rows * columns over 16 values of K, of which a thread has four. By whole waves: who is left out multiplies, too.
+template <bool kF16>
+KOG_DEVICE void multiply_add(Matrix& c, uint2 rows, uint2 columns) {
+  if constexpr (kF16) {
+    using Halves = _Float16 __attribute__((ext_vector_type(4)));
+    c.v = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Halves, rows), __builtin_bit_cast(Halves, columns),
+                                                c.v, 0, 0, 0);
+  } else {
+    using Shorts = short __attribute__((ext_vector_type(4)));
+    c.v = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Shorts, rows),
+                                                    __builtin_bit_cast(Shorts, columns), c.v, 0, 0, 0);
+  }
+}
 KOG_DEVICE int bit_length(u64 x) { return x == 0 ? 0 : 64 - __builtin_clzll(x); }
 
 using Half2 = _Float16 __attribute__((ext_vector_type(2)));

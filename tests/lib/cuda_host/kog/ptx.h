@@ -218,6 +218,7 @@ KOG_EMULATED u32 threads_with(bool p) {
   return bits;
 }
 inline void rejoin() {}
+inline u32 of_wave(u32 v) { return v; }
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }

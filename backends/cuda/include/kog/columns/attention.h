@@ -9,25 +9,8 @@
 #pragma once
 #include <kog/columns/splits.h>
 #include <kog/join.h>
-#include <kog/produce.h>
 
 namespace kog::columns {
-
-// Bring what this block's warps ask for first in a layer's attention into the L2 (../produce.h); by
-// the thread that fills the ring.
-KOG_DEVICE void fetch_kv_tasks(const Block& b, int layer, int steps) {
-  int n = b.group_index;
-#pragma unroll 1
-  for (int c = 0; c < b.p.num_requests; c++) {
-    int position = position_of(b, c, steps), window = kWindows[layer];
-    if (position >= b.p.positions) continue;  // ahead of the end of a request
-    int blocks = blocks_of(position + 1 - first_position(position, window));
-#pragma unroll 1
-    for (; n < kv_tasks_of_head(blocks) * kKvHeads; n += kGroup)
-      fetch_span(b, b.small->cursors[c].slot, layer, span_of_kv_task(n, blocks, position, window));
-    n -= kv_tasks_of_head(blocks) * kKvHeads;
-  }
-}
 
 KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
   return lane_offset<AttentionFlagsWords>(b) + (column * kKvHeads + head) * kSplits + split;
@@ -38,9 +21,11 @@ KOG_DEVICE void finish_split(Block& b) {
   sync_consumers();
   Span span = take_kv_task(b);
   u32 epoch = epoch_of(iteration_of(b));
-  if (b.warp != 0) return;
-  fence_gpu();  // pairs with the one in await_splits
-  raise_flag(b, b.p.words + split_flag(b, b.column, span.head, span.split), epoch);
+  if (b.warp == 0) {
+    fence_gpu();  // pairs with the one in await_splits
+    raise_flag(b, b.p.words + split_flag(b, b.column, span.head, span.split), epoch);
+  }
+  rejoin();
 }
 KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
   int at[(kSplits + 31) / 32];
@@ -77,6 +62,7 @@ KOG_DEVICE void join_few(Block& b, const Span& span, u32 phase, Put put) {
 #pragma unroll
     for (int s = 0; s < kMerged; s++) both[s] = operand_of(w[s]), top[s] = unpack_f32(w[kMerged + s]);
     if (i < pairs) put(span.head * kQueries + query, pair, Join(top, span.used).of(both));
+    rejoin();
   }
 }
 

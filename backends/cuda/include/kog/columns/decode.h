@@ -10,6 +10,7 @@ namespace kog::columns {
 // All layers of one token a column, and the head if any column has logits.
 KOG_DEVICE void run_step(Block& b) {
   enter_layer(b, 0);
+  begin_ring(b);
   do {
     run_layer(b);
     enter_layer(b, b.layer + 1);
@@ -47,6 +48,7 @@ struct Steps {
   KOG_DEVICE void run() { run_step(b); }
   KOG_DEVICE int end() {
     if (b.warp < b.p.num_requests) end_column(b, b.warp);
+    rejoin();
     count_up(b, &WarpState::steps);
     sync_consumers();
     int outcome = kRunning;
@@ -76,12 +78,6 @@ KOG_DEVICE void consume(Block& b) {
   }
   OfLaunch steps{{b}};
   run_steps(b, steps);
-}
-
-KOG_DEVICE void produce(Block& b) {
-  produce_steps(
-      b, [&](int steps) { return any_head(b, steps); },
-      [&](int layer, int steps) { fetch_kv_tasks(b, layer, steps); });
 }
 
 }  // namespace kog::columns

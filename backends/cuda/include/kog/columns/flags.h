@@ -11,6 +11,7 @@ namespace kog::columns {
 KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
   sync_warp();
   if (b.in_warp == 0) store_relaxed(flag, epoch);
+  rejoin();
 }
 
 // Ask until ask() finds nothing late: it returns, for the whole warp, whether anything is. In one
@@ -18,6 +19,7 @@ KOG_DEVICE void raise_flag(const Block& b, u32* flag, u32 epoch) {
 template <class Ask>
 KOG_DEVICE void ask_until_ready(Block& b, Step step, u32 word_index, u32 seen, u32 wanted, Ask ask) {
   bool waits = false;
+  rejoin();
   while (ask()) {
     if (!waits) begin_wait(b);
     waits = true;

@@ -36,7 +36,7 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Load
   using S = OperandLayout<Stage>;
   constexpr int kSteps = LoadBatch<Stage>::kSteps;
   // The thread's words of a step: every other one of a quarter.
-  int thread = b.in_warp % S::kHolders, k = S::first_value(b) + first * S::kStepValues;
+  int thread = S::holder(b.in_warp), k = S::first_value(b) + first * S::kStepValues;
   int value = k + S::value(thread);
   const u32* from = lane_words<Region>(b) + k / S::kStepValues * S::kStepWords + thread * S::kThreadStride;
   // Whether the thread's word of a step is ever written.

@@ -105,10 +105,12 @@ KOG_DEVICE void run_head(Block& b) {
   if (plain) {
     u64 epoch = static_cast<u64>(count_up(b, &WarpState::heads)) << 32;
     publish_best(b, mine, column, epoch, control);
+    rejoin();
     if (b.warp == 0) {
       for (int c = 0; c < b.p.num_requests; c++)
         if (column_argmax_block(c) == b.block && is_plain(b, c) && has_head(b, c, steps_of(b)))
           pick_argmax(b, c, epoch);
+      rejoin();
       bool waits = b.in_warp < b.p.num_requests && is_plain(b, b.in_warp) &&
                    has_head(b, b.in_warp, steps_of(b));
       gather_argmaxes(b, waits, epoch);

@@ -3,6 +3,7 @@
 // ../head_steps.h reads them for each.
 #pragma once
 #include <kog/columns/decode.h>
+#include <kog/produce.h>
 
 namespace kog::columns::head_step {
 static_assert(kLanes == 1, "the streams of lanes come from words");

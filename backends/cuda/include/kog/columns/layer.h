@@ -5,6 +5,7 @@
 //
 // Why a block may overwrite an exchange: docs/SYNC.md.
 #pragma once
+#include <kog/columns/ahead.h>
 #include <kog/columns/attention.h>
 #include <kog/columns/gather.h>
 #include <kog/columns/lanes.h>
@@ -19,19 +20,6 @@ constexpr bool kSameOperands =
     (!QkvProj::Weights::kInteger || (QkvProj::Weights::kPack == GateUpProj::Weights::kPack &&
                                      kSums<QkvProj::Weights> == kSums<GateUpProj::Weights>));
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
-
-// Units of either that every block has, in kTakenWords registers.
-constexpr bool kAlike = QkvProj::kFragmentRows == Wide::kFragmentRows &&
-                        GateUpProj::kFragmentRows == Wide::kFragmentRows &&
-                        QkvProj::kPeriod == 1 && GateUpProj::kPeriod == 1 &&
-                        QkvProj::kHeld == QkvProj::kSteps && GateUpProj::kHeld == GateUpProj::kSteps &&
-                        QkvProj::kSteps == GateUpProj::kSteps &&
-                        kSame<QkvProj::Weights, GateUpProj::Weights>;
-constexpr int kRoomAhead = kTakenWords / (kFragments * kThreadWords) / kPeriodSlots<GateUpProj>;
-constexpr int kFewest = kLeast<QkvProj::kUnits / QkvProj::kGroup, GateUpProj::kUnits / GateUpProj::kGroup>;
-constexpr int kUnitsAhead = kAlike ? kLeast<kRoomAhead, kFewest> : 0;
-using LayerAhead = Taken<GateUpProj, kUnitsAhead, kPeriodSlots<GateUpProj>>;
-
 
 KOG_DEVICE void qkv_proj(Block& b, const LayerAhead& ahead) {
   begin_stage(b);
@@ -56,6 +44,7 @@ KOG_DEVICE void gate_up_proj(Block& b, const LayerAhead& ahead) {
   if (b.warp == 0)
     raise_flag(b, b.p.words + mlp_flag(b, rotated_group_index<GateUpProj>(b.group_index, b.layer)),
                epoch_of(iteration));
+  rejoin();
 }
 
 // What a module's output joins; loaded as biases are (../outputs.h).
@@ -134,6 +123,8 @@ KOG_DEVICE void end_module(Block& b, Point staged, Inputs stage) {
   begin_stage(b);
   Reduction<Module>(b).begin(b, Module::streams(b));
   Bases<Module> bases(b, Module::streams(b));
+  ModuleAhead<typename Module::Stage> ahead;
+  take_ahead(b, ahead);
   Operands<typename Module::Stage> operands(b);
   stage(operands);
   stamp(b, staged);
@@ -141,7 +132,7 @@ KOG_DEVICE void end_module(Block& b, Point staged, Inputs stage) {
   Streams x = Module::streams(b);
   Sink<Module> sink{b, x, bases};
   Walk walk;
-  module_rows(b, walk, operands, NothingAhead(), sink);
+  module_rows(b, walk, operands, ahead, sink);
   begin_stage(b);
   Reduction<Module>(b).end(b, x, sink);
 }
@@ -175,11 +166,8 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
 
 KOG_DEVICE void down_proj(Block& b) {
   end_module<MlpModule>(b, Point::kDownProjInput, [&](Operands<DownProj>& operands) {
-    using S = OperandLayout<DownProj>;
     int iteration = iteration_of(b);
-    if constexpr (DownProj::kRead > 0)
-      operands.in_memory = lane_words<MlpWords>(b) +
-                           S::first_value(b) / S::kStepValues * S::kStepWords + operands.offset;
+    operands.find_in_memory(b, lane_words<MlpWords>(b));
     stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, operands, phase_of(iteration),
                                     [&] { await_mlp(b, epoch_of(iteration)); });
   });
@@ -200,12 +188,8 @@ template <class Stage>
 KOG_DEVICE void stage_half_for(Block& b, int half, LayerAhead& ahead) {
   stage_streams<Stage, kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                            half == 0 ? layer_streams(b) : inner_streams(b),
-                                           2 * b.layer + half, iteration_of(b) - 1 + half, [&] {
-                                             Ring ring = load_ring(b);
-                                             ahead.take(b, ring);
-                                             save_ring(b, ring);
-                                           },
-                                           [] {});
+                                           2 * b.layer + half, iteration_of(b) - 1 + half,
+                                           [&] { take_ahead(b, ahead, half); }, [] {});
 }
 KOG_DEVICE void stage_half(Block& b, u32 second, LayerAhead& ahead) {
   int half = second != 0 ? 1 : 0;

@@ -19,6 +19,7 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
     float v = part_of(mine ? x.value(b, column, row) : 0, gains[row],
                       [&] { return inverse_rms(b, mine ? column : 0); });
     if (mine) push(b, to + column * PartWords::kStride + row, pack_f32(v, phase));
+    rejoin();
   }
 }
 

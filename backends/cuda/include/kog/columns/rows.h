@@ -49,7 +49,7 @@ KOG_DEVICE void enter_layer(const Block& b, int layer) {
 }
 KOG_DEVICE void begin_stage(Block& b) {
   b.begin_stage();
-  b.layer = static_cast<int>(load_state(b, &WarpState::layer));
+  b.layer = static_cast<int>(of_wave(load_state(b, &WarpState::layer)));
   KOG_ASSUME(b.layer >= 0 && b.layer < kLayers);
 }
 

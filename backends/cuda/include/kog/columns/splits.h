@@ -128,6 +128,7 @@ KOG_DEVICE void merge_head(Block& b) {
     scratch.words[n] = both;
     if (pair == 0) scratch.logs[split * kPartQueries + query] = unpack_f32(pack_f32(merged.log(top), 0));
   }
+  rejoin();
   if (used == 1) return;
   sync_consumers();
 #pragma unroll 1
@@ -143,6 +144,7 @@ KOG_DEVICE void merge_head(Block& b) {
     if (query_head + query < (all.span.head + 1) * kQueries)
       put_output(b, query_head + query, n % (kHeadDim / 2), Join(top, used).of(both), phase, epoch);
   }
+  rejoin();
 }
 
 KOG_DEVICE void walk_head(Block& b) {

@@ -134,20 +134,6 @@ struct Quads {
   }
 };
 
-// Four values of a column from element e on, as bytes; by whole warps, eight threads a step.
-template <class Stage>
-KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4], bool staged) {
-  constexpr int kSharers = kFragK / 4;
-  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
-  FourBytes four(v, scale.inverse);
-  u32 sum = 0;
-  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(four.sum);
-  if (!staged) return;
-  u32* step = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) + e / kFragK * OperandLayout<Stage>::kStepWords;
-  *reinterpret_cast<uint2*>(step + column * (kFragK / 2) + e % kFragK / 2) = {four.high, four.low};
-  if (e % kFragK == 0) put_step<Stage>(b, e / kFragK, column, scale, sum);
-}
-
 // Stage this warp's slice of x * gain as the operands of Stage, or of wide stages that take the same, of which the
 // longest multiplies kPaddedK values, and leave its sums of squares for inverse_rms. `iteration`: the run whose
 // outputs complete x. kOwn: the stages' warps multiply what they staged themselves.
@@ -254,6 +240,7 @@ KOG_DEVICE void raise_rows(const Block& b, int piece, u32 epoch) {
   // Asked anew: known ahead of a loop of batches, what is derived from it would be kept while it multiplies.
   int quad = thread_index() % 32, row = piece / OperandLayout<Stage>::kPieces * kRows + 4 * quad;
   if (quad < kRows / 4 && row < kHidden) store_relaxed(lane_words<Hints>(b) + row / 4, epoch);
+  rejoin();
 }
 
 }  // namespace kog::columns

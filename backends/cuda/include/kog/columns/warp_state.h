@@ -18,15 +18,7 @@ KOG_DEVICE u32 count_up(const Block& b, u32 WarpState::* what) {
   save_state(b, what, next);
   return next;
 }
-// Where the ring is, while a warp does not multiply. Every thread stores the same and reads its own.
-KOG_DEVICE void save_ring(const Block& b, const Ring& ring) {
-  store_volatile(&b.small->warp_states[b.warp].slot, ring.slot);
-  store_volatile(&b.small->warp_states[b.warp].parity, ring.parity);
-}
-KOG_DEVICE Ring load_ring(const Block& b) {
-  return {load_state(b, &WarpState::slot), load_state(b, &WarpState::parity)};
-}
 // Steps that the launch has done.
-KOG_DEVICE int steps_of(const Block& b) { return static_cast<int>(load_state(b, &WarpState::steps)); }
+KOG_DEVICE int steps_of(const Block& b) { return static_cast<int>(of_wave(load_state(b, &WarpState::steps))); }
 
 }  // namespace kog::columns

@@ -1,0 +1,107 @@
+"""The HIP kernel of several columns in the executor: a token of each of several requests a step."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kog_triton.backends.cuda import memory
+from kog_triton.backends.cuda.launcher import UNLIMITED
+from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.layout.protocol import TENSORS
+from kog_triton.backends.hip.column_layout import ColumnLayout, lay_out_columns
+from kog_triton.backends.mailbox import Request
+from kog_triton.backends.request_words import encode
+from kog_triton.backends.token_words import Outcome, read_word
+from kog_triton.model.spec import ModelSpec
+from kog_triton.schedule.hip import lower_hip
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests import ROOT
+from tests.lib.cuda_walk import changed
+from tests.lib.gfx942 import clang, places
+from tests.lib.gfx942.code_object import CodeObject
+from tests.lib.gfx942.executor import Kernel
+from tests.lib.gfx942.hip_kernel import INCLUDES, UNLIMITED_NS, launch
+
+KERNEL = "kog_columns"
+
+
+def layout_of(
+    spec: ModelSpec, columns: int, num_blocks: int = 0, max_context: int = 64, chunk: bool = False
+) -> ColumnLayout:
+    lowering = lower_hip(build(spec), GPUS["mi300x"], num_blocks)
+    return lay_out_columns(lowering, max_context, columns, chunk)
+
+
+@cache
+def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES) -> CodeObject:
+    """The kernel behind a layout's header (`render`)."""
+    text = layout_text + (ROOT / "backends/hip/columns.hip").read_text()
+    return clang.text_object(text, includes, places.DEBUG)
+
+
+class HipColumns:
+    """One model, as many slots as columns."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Any,
+        columns: int,
+        num_blocks: int = 0,
+        includes: tuple[Path, ...] = INCLUDES,
+        chunk: bool = False,
+        **changes: int,
+    ) -> None:
+        self.spec, self.layout = spec, layout_of(spec, columns, num_blocks, chunk=chunk)
+        self.kernel = Kernel(compiled(changed(render(self.layout), **changes), includes), KERNEL)
+        self.memory = memory.allocate(self.layout, weights, columns, torch.device("cpu"))
+        self.launches = 0
+
+    def serve(
+        self, requests: Sequence[Request], seed: int = 1, **conditions: Any
+    ) -> list[tuple[list[int], Outcome]]:
+        """Tokens and end of each request, all of which begin together: launches until the last has ended."""
+        m = self.memory
+        for one in requests:
+            m.write_request(one.slot, encode(one, self.spec.vocab_size), one.prompt, 0)
+        running, self.launches = [one.slot for one in requests], 0
+        while running:
+            self._launch(running, seed, conditions)
+            ended = [slot for slot in running if self.told(slot)[1]]
+            assert ended, "a launch ends with a request"
+            running = [slot for slot in running if slot not in ended]
+        return [self.told(one.slot) for one in requests]
+
+    def prompt(self, request: Request, seed: int = 1, **conditions: Any) -> list[int]:
+        """Of a kernel of chunks: what slot 0 has said behind the one launch that runs a prompt."""
+        m, count = self.memory, self.layout.columns
+        m.write_request(0, encode(request, self.spec.vocab_size), request.prompt, 0)
+        self._launch([0] * count, seed, conditions)
+        assert int(m.mailbox[2]) == Outcome.YIELD
+        assert m.states[0].tolist() == [len(request.prompt), self.told(0)[0][0]]
+        return self.told(0)[0]
+
+    def _launch(self, slots: Sequence[int], seed: int, conditions: dict[str, Any]) -> None:
+        m = self.memory
+        for tensor in (m.words, m.error, m.mailbox):
+            tensor.zero_()
+        tensors = {name: getattr(m, name) for name in TENSORS}
+        pointers = m.pointers(slots, UNLIMITED_NS, UNLIMITED)
+        launch(self.kernel, self.layout, pointers, tensors, seed=seed, **conditions)
+        self.launches += 1
+        assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()
+
+    def told(self, slot: int) -> tuple[list[int], Outcome]:
+        """A slot's tokens so far, and why they end; RUNNING if they do not."""
+        tokens, outcome = [], Outcome.RUNNING
+        for number, word in enumerate(self.memory.outbox[slot, :, 0].tolist(), 1):
+            read = read_word(word, number)
+            if read is None:
+                break
+            outcome, token = read
+            tokens.append(token)
+        return tokens, outcome
