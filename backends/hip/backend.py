@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kog_triton.backends import Availability, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.gpus import check_alike
 from kog_triton.backends.cuda.layout.header import render
@@ -83,6 +83,13 @@ class HipBackend(CudaBackend):
     @classmethod
     def why_not_narrow(cls, spec: ModelSpec) -> str:
         return f"its kernel reads 16-bit weights, and these are {spec.narrow_formats}"
+
+    def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
+        if (
+            options.num_gpus > 1
+        ):  # ranks have the kernel of one token alone: only its words are where all see them
+            self.column_counts, self.chunk_positions = (), 0
+        super().__init__(weights, options, num_blocks)
 
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:
         """DeviceError, too, if a GPU does not pass its self-test, or several the one of what is between them."""

@@ -315,7 +315,7 @@ def test_doctor_explains(hip, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "  hip       ready\n" in said.replace("ready  ", "ready")
     assert "\nhip\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
-    assert "libamdhip64.so, 1 GPUs\n  compiler  clang++: " in said
+    assert "libamdhip64.so, 1 GPUs\n  peers     none: one GPU\n  compiler  clang++: " in said
     assert "hipcc: not found, hipRTC: not found\n" in said
     assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
     hip.gpus = 0

@@ -9,24 +9,38 @@ from dataclasses import replace
 import pytest
 
 from kog_triton import LLM, SamplingParams
+from kog_triton.backends import BackendOptions
 from kog_triton.backends.hip import backend, peers, rank_selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
+from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import KogError
+from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.topology import GPUS
 from tests.lib.fake_hip_gpus import FakeGpus
 from tests.lib.gfx942.executor import PLAIN, WEAK
 from tests.lib.gfx942.hip_kernel import INCLUDES
+from tests.lib.gfx942.requests import ASKED, reference_tokens, tokens_of
 from tests.lib.hip_machine import install, save_model
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.triton_cases import lanes
 
 PROMPT = [3, 42, 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_eos=True)
 BLOCKS = 4  # of a GPU
+EIGHT = {
+    "num_lanes": 8,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+    """Its vocabulary divides over four GPUs."""
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", 52)
 
 
 @pytest.fixture
@@ -65,6 +79,20 @@ def test_requests_of_all_ranks_are_the_references(machine, model, expected, gpus
     # self-tests of each GPU and of all together; a request is one launch
     assert fake.launches == gpus + 1 + 2, fake.why
     assert not fake._modules
+
+
+@pytest.mark.slow
+def test_a_laneformer_has_a_lane_a_gpu(machine):
+    spec = lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, **EIGHT)
+    fake = machine(8)
+    eight = HipBackend(ArrayWeights(spec), BackendOptions(max_context=64, num_gpus=8), 2)
+    try:
+        mailbox = Mailbox()
+        mailbox.post(ASKED["greedy"].request())
+        eight.generate(mailbox)
+    finally:
+        eight.close()
+    assert tokens_of(mailbox.read(0, 0)) == reference_tokens(spec, ASKED["greedy"]), fake.why
 
 
 @pytest.mark.slow
@@ -163,6 +191,15 @@ def test_a_rank_that_is_not_launched_is_named_and_the_next_request_runs(
         fake.refused.clear()
         monkeypatch.undo()
         assert ids(llm.generate(PROMPT, GREEDY)) == expected(PROMPT, GREEDY)
+
+
+def test_doctor_says_whether_gpus_reach_each_other(machine):
+    fake = machine(3)
+    told = HipBackend.findings()
+    assert told["peers"] == "the first 3 GPUs reach each other" and "3 GPUs" in told["runtime"]
+    fake.apart = {(2, 0)}
+    told = HipBackend.findings()
+    assert told["peers"].startswith("GPU 2 does not reach the memory of GPU 0: choose GPUs that")
 
 
 # ---- faults that the stand-in sees ----

@@ -31,9 +31,9 @@ CONFIG = {
 }
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, vocab_size: int = CONFIG["vocab_size"]) -> Path:
     g = torch.Generator().manual_seed(3)
-    shapes = {"model.embed_tokens.weight": (50, 64), "model.norm.weight": (64,)}
+    shapes = {"model.embed_tokens.weight": (vocab_size, 64), "model.norm.weight": (64,)}
     for i in range(2):
         shapes |= {
             f"model.layers.{i}.{name}.weight": shape
@@ -54,7 +54,7 @@ def save_model(folder: Path) -> Path:
         value = torch.randn(shape, generator=g)
         value = 1 + 0.3 * value if len(shape) == 1 else value * 3 / shape[-1] ** 0.5
         tensors[name] = value.half()
-    return save_folder(folder, CONFIG, tensors)
+    return save_folder(folder, CONFIG | {"vocab_size": vocab_size}, tensors)
 
 
 def see(monkeypatch: Any, arch: str) -> None:
