@@ -177,11 +177,11 @@ def test_a_gpu_that_does_not_launch_fails_the_self_test(machine, model, monkeypa
     )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "memory"), [(0, PLAIN), (1, WEAK)])
 def test_a_rank_that_is_not_launched_is_named_and_the_next_request_runs(
-    machine, model, expected, monkeypatch, rank
+    machine, model, expected, monkeypatch, rank, memory
 ):
-    fake = machine(2)
+    fake = machine(2, memory=memory)
     with open_hip(model) as llm:
         monkeypatch.setattr(llm.engine.backend, "wait_ns", 1_000_000)
         fake.refused[rank] = 720
