@@ -30,12 +30,15 @@ from greenlet import getcurrent, greenlet
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
+from kog_triton.backends.triton.kernel.words import CLOCK_EVERY
 from tests.lib.stale_memory import Cache, lines_of
 
 EVICTION = 0.02  # chance that an access evicts a line
 HOLD = 0.02  # chance, at each step, that a program is held back
 STILL = 10  # steps a live program, without a change of memory, after which the held one goes on
-PATIENCE = 60  # such steps after which nothing will ever change
+# Such steps after which nothing will ever change: a wait of up to 20 loads a try may still give up at its next look at
+# the clock.
+PATIENCE = 20 * CLOCK_EVERY.value
 
 
 class Deadlock(RuntimeError):

@@ -36,7 +36,7 @@ class RankColumnWalk(RankWalk):
 
     def write(self, requests):
         for m in self.ranks:
-            for tensor in (m.cache, m.logprobs):
+            for tensor in (m.cache, m.logprobs, m.outbox):
                 tensor.zero_()
             for r in requests:
                 m.write_request(r.slot, encode(r, self.spec.vocab_size), r.prompt, r.cached)
@@ -101,7 +101,7 @@ def alone_on_ranks(walk, requests):
     found = {}
     for r in requests:
         for m in walk.ranks:
-            for tensor in (m.cache, m.logprobs):
+            for tensor in (m.cache, m.logprobs, m.outbox):
                 tensor.zero_()
         words = encode(replace(r, slot=0), walk.spec.vocab_size)
         assert walk.run(words, r.prompt) > 0

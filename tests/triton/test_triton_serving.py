@@ -362,7 +362,7 @@ def test_a_wait_that_expires_says_where(case, stalled):
     with concurrent(0, "sc", stalled=stalled), pytest.raises(RunError) as caught:
         backend.forward_logits((3, 42, 12))
     said = (
-        r".*rank 0, block \d, stage \w+, layer 0, for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
+        r".*rank 0, block \d, stage \w+, layer [01], for (word \d+ of \w+: seen 0x\w{8}, wanted phase 1"
         r"|words of \w+ that came after all), after 0 steps: the run is void$"
     )
     assert caught.match(said)
