@@ -20,6 +20,11 @@ KINDS = [
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip
+# Words of two GPUs: who stores them into the other's memory, and who waits for them there.
+RANK_KINDS = [
+    ("of a narrower scope", "push", "store_relaxed"),
+    ("of a narrower scope", "join_attention_out", "poll_until"),
+]
 # Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire cannot
 # be run (docs/HIP.md); others are rare branches of what the requests do run.
 UNREACHED = {
@@ -30,12 +35,12 @@ UNREACHED = {
 }  # fmt: skip
 
 
-def of_kind(what: str, *functions: str):
-    places = chains(walk("split").kernel.code_object, KERNEL)
-    for mutant in tried("split"):
+def of_kind(what: str, *functions: str, case: str = "split"):
+    places = chains(walk(case).kernel.code_object, KERNEL)
+    for mutant in tried(case):
         names = [name.partition("<")[0] for name in places[mutant.index]]
         there = mutant.what.endswith(what) and all(function in names for function in functions)
-        if there and not idle("split", mutant):
+        if there and not idle(case, mutant):
             yield mutant
 
 
@@ -43,6 +48,12 @@ def of_kind(what: str, *functions: str):
 def test_a_mutant_of_each_kind_is_caught(kind):
     mutant = next(of_kind(*kind))
     assert caught("split", mutant, 24), mutant.named()
+
+
+@pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))
+def test_a_mutant_of_several_gpus_is_caught(kind):
+    mutant = next(of_kind(*kind, case="ranks"))
+    assert caught("ranks", mutant, 8), mutant.named()
 
 
 def test_code_that_no_request_reaches_is_named():
@@ -56,7 +67,15 @@ def test_code_that_no_request_reaches_is_named():
 
 def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
     path = tmp_path / "found.json"
-    words = ["split", "--record", str(path), "--only", "narrower scope in find_place", "--jobs", "1"]
+    words = [
+        "split",
+        "--record",
+        str(path),
+        "--only",
+        "narrower scope in find_place",
+        "--jobs",
+        "1",
+    ]
     main([*words, "--seeds", "0"])
     assert "0 tried, 0 survive, 0 left" in capsys.readouterr().out
     main([*words, "--seeds", "24", "--minutes", "0"])  # one, and no more
@@ -66,7 +85,9 @@ def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
     assert record.found[number]["seeds"] == 24 and record.found[number]["caught"]
     assert record.left([int(number)], 99) == []
     record.note(int(number), 3, "")
-    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [(int(number), 3)]
+    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [
+        (int(number), 3)
+    ]
     kept = json.loads(path.read_text()) | {"object": "another"}
     path.write_text(json.dumps(kept))
     with pytest.raises(ValueError, match="is of split, object another: not this one"):
