@@ -1,12 +1,13 @@
 """Mutants of the HIP kernel's machine code: one of each kind is caught here; `python -m tests.lib.gfx942.hip_mutants`
 tries all that any request executes. What none executes is named."""
 
+import json
 from collections import Counter
 
 import pytest
 
 from tests.lib.gfx942.hip_kernel import KERNEL
-from tests.lib.gfx942.hip_mutants import WALK, caught, idle, tried, unreached, walk
+from tests.lib.gfx942.hip_mutants import WALK, Record, caught, idle, main, tried, unreached, walk
 from tests.lib.gfx942.places import chains
 
 # What changed, and two functions that the instruction stands in: the first such mutant is to be caught.
@@ -19,6 +20,11 @@ KINDS = [
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip
+# Words of two GPUs: who stores them into the other's memory, and who waits for them there.
+RANK_KINDS = [
+    ("of a narrower scope", "push", "store_relaxed"),
+    ("of a narrower scope", "join_attention_out", "poll_until"),
+]
 # Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire cannot
 # be run (docs/HIP.md); others are rare branches of what the requests do run.
 UNREACHED = {
@@ -29,12 +35,12 @@ UNREACHED = {
 }  # fmt: skip
 
 
-def of_kind(what: str, *functions: str):
-    places = chains(walk("split").kernel.code_object, KERNEL)
-    for mutant in tried("split"):
+def of_kind(what: str, *functions: str, case: str = "split"):
+    places = chains(walk(case).kernel.code_object, KERNEL)
+    for mutant in tried(case):
         names = [name.partition("<")[0] for name in places[mutant.index]]
         there = mutant.what.endswith(what) and all(function in names for function in functions)
-        if there and not idle("split", mutant):
+        if there and not idle(case, mutant):
             yield mutant
 
 
@@ -44,6 +50,12 @@ def test_a_mutant_of_each_kind_is_caught(kind):
     assert caught("split", mutant, 24), mutant.named()
 
 
+@pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))
+def test_a_mutant_of_several_gpus_is_caught(kind):
+    mutant = next(of_kind(*kind, case="ranks"))
+    assert caught("ranks", mutant, 8), mutant.named()
+
+
 def test_code_that_no_request_reaches_is_named():
     found: Counter[str] = Counter()
     for chain in unreached("split"):
@@ -51,3 +63,32 @@ def test_code_that_no_request_reaches_is_named():
         known = (name for name in reversed(names) if name in UNREACHED and name not in WALK)
         found["give_up" if "give_up" in names else next(known, "")] += 1
     assert {name: count for name, count in found.items() if count > UNREACHED.get(name, 0)} == {}
+
+
+def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    words = [
+        "split",
+        "--record",
+        str(path),
+        "--only",
+        "narrower scope in find_place",
+        "--jobs",
+        "1",
+    ]
+    main([*words, "--seeds", "0"])
+    assert "0 tried, 0 survive, 0 left" in capsys.readouterr().out
+    main([*words, "--seeds", "24", "--minutes", "0"])  # one, and no more
+    assert "1 tried, 0 survive, " in capsys.readouterr().out
+    record = Record.open(path, "split")
+    (number,) = record.found
+    assert record.found[number]["seeds"] == 24 and record.found[number]["caught"]
+    assert record.left([int(number)], 99) == []
+    record.note(int(number), 3, "")
+    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [
+        (int(number), 3)
+    ]
+    kept = json.loads(path.read_text()) | {"object": "another"}
+    path.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="is of split, object another: not this one"):
+        Record.open(path, "split")
