@@ -34,10 +34,12 @@ def build_parser() -> Parser:
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
     what = parser.add_argument_group("model")
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument(
+        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
+    )
     what.add_argument(
         "--served-model-name", nargs="+", default=(), metavar="NAME",
-        help="what clients call it; the first is told (default: the folder's name)",
+        help="what clients call it; the first is told (default: MODEL as it is given)",
     )  # fmt: skip
     what.add_argument("--max-model-len", type=int, metavar="N", help="positions of a slot")
     what.add_argument(
