@@ -132,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> "Settings":
         parser.error("--max-num-queued-reqs must be 0 or more")
     if args.api_key is not None and not all(args.api_key):
         parser.error("--api-key is empty: give a key, or leave the flag out")
+    if not all(args.served_model_name):
+        parser.error("--served-model-name is empty: give a name, or leave the flag out")
     try:
         import uvloop  # noqa: F401  what `_body` needs is missed here too
 

@@ -1,7 +1,7 @@
 """Keys and values of every slot, float32, for the reference backend.
 
-A slot has none until it is used, grows by doubling up to `limit` positions and never shrinks. While it grows, one of its
-layers at a time is held twice.
+A slot has none until it is used, grows by doubling up to `limit` positions and never shrinks. While it grows, one of
+its layers at a time is held twice.
 """
 
 import torch

@@ -29,6 +29,7 @@ from kog_triton.server.run import Settings, bind
 from kog_triton.server.samples import Job, News
 from kog_triton.server.schemas.chat import ChatBody, Message
 from kog_triton.server.supervisor import EngineLost, Supervisor
+from kog_triton.server.wire import Opened
 
 
 def output(prompt=10, cached=4, made=5, reason="stop"):
@@ -381,6 +382,29 @@ def test_the_environment_has_a_key_where_no_flag_has(monkeypatch, capsys):
     assert serve.parse(["m"]).keys == () and serve.parse(["m"]).llm["model"] == "m"
 
 
+def test_a_name_that_is_empty_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        serve.parse(["--served-model-name", "a", ""])
+    assert "--served-model-name is empty: give a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "starts"), [("{{ x ", False), ("{{ raise_exception('no') }}", True)]
+)
+def test_a_template_that_is_none_ends_the_start(checkpoint, template, starts):
+    class Engine:
+        async def start(self):
+            return Opened(str(checkpoint), None, {}, [], "b", "", 2, 512, None, None, 0.0, {}, 0)
+
+    settings, service = Settings(llm={}, chat_template=template), SimpleNamespace(opened=None)
+    if starts:
+        asyncio.run(run._open(Engine(), service, settings))
+        assert service.opened.tokenizer.chat_templates == {"default": template}
+    else:
+        with pytest.raises(ModelError, match="the chat template, line 1: "):
+            asyncio.run(run._open(Engine(), service, settings))
+
+
 def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
     place = Path(tmp_path / "s")
     settings = Settings(llm={}, uds=place)
@@ -391,7 +415,7 @@ def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
         client.connect(str(place))
     place.unlink()
     place.write_text(json.dumps("mine"))
-    with pytest.raises(RequestError, match=f"cannot listen on {place}"):
+    with pytest.raises(RequestError, match=f"cannot listen on {place}.*: choose another --uds"):
         bind(settings)
     assert place.read_text() == '"mine"'
 
