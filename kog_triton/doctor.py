@@ -266,7 +266,8 @@ def _body(argv: Sequence[str] | None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
-        "--model", help="folder or Hugging Face id: also what each backend would do with it"
+        "--model",
+        help="folder, .gguf file or Hugging Face id: also what each backend would do with it",
     )
     args = parser.parse_args(argv)
     found = examine(args.model)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from kog_triton.backends import Backend, Unready
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
 from kog_triton.claim import WAITS, Claim
-from kog_triton.errors import RequestError, RunError, shown
+from kog_triton.errors import RequestError, RunError, TooLong, shown
 from kog_triton.metrics import Peak
 from kog_triton.request_queue import RequestQueue
 from kog_triton.sampling.params import SamplingParams
@@ -174,12 +174,12 @@ class Engine:
         ids = self.check_ids(prompt_token_ids)
         room = self.max_context - len(ids)
         if room < 1:
-            raise RequestError(
+            raise TooLong(
                 f"the prompt has {len(ids)} tokens and the context holds {self.max_context}: "
                 "shorten the prompt to leave room for an answer"
             )
         if params.max_tokens is not None and params.max_tokens > room and not ends_with_context:
-            raise RequestError(
+            raise TooLong(
                 f"prompt {len(ids)} + max_tokens {params.max_tokens} exceeds the context of "
                 f"{self.max_context} tokens: max_tokens may be at most {room}"
             )

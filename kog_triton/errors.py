@@ -4,7 +4,7 @@ KogError
   ModelError    a checkpoint, its files or its configuration        exit code 3
   DeviceError   no usable device, too little memory, no backend     exit code 4
   RunError      a run that failed: NaN, a wait that expired         exit code 5
-  RequestError  a prompt or a parameter of one request              exit code 2
+  RequestError  a prompt or a parameter of one request              exit code 2; TooLong: for the context
 """
 
 
@@ -28,6 +28,10 @@ class RunError(KogError):
 
 class RequestError(KogError, ValueError):
     exit_code = 2
+
+
+class TooLong(RequestError):
+    """A prompt, or the answer asked for behind it, that the context has no room for."""
 
 
 def wrong(name: str, value: object, allowed: str) -> RequestError:

@@ -34,7 +34,9 @@ def build_parser() -> Parser:
         prog="kog profile", description="Show where the time of a decode step goes, span by span."
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument(
+        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
+    )
     what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
     parser.add_argument(
         "--backend", default="auto", metavar="NAME", help=", ".join(backend_names())

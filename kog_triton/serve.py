@@ -34,10 +34,12 @@ def build_parser() -> Parser:
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
     what = parser.add_argument_group("model")
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument(
+        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
+    )
     what.add_argument(
         "--served-model-name", nargs="+", default=(), metavar="NAME",
-        help="what clients call it; the first is told (default: the folder's name)",
+        help="what clients call it; the first is told (default: MODEL as it is given)",
     )  # fmt: skip
     what.add_argument("--max-model-len", type=int, metavar="N", help="positions of a slot")
     what.add_argument(
@@ -130,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> "Settings":
         parser.error("--max-num-queued-reqs must be 0 or more")
     if args.api_key is not None and not all(args.api_key):
         parser.error("--api-key is empty: give a key, or leave the flag out")
+    if not all(args.served_model_name):
+        parser.error("--served-model-name is empty: give a name, or leave the flag out")
     try:
         import uvloop  # noqa: F401  what `_body` needs is missed here too
 

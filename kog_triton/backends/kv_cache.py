@@ -1,7 +1,7 @@
 """Keys and values of every slot, float32, for the reference backend.
 
-Grows by doubling up to `limit` positions a slot and never shrinks. While it grows, one layer at a
-time is held twice.
+A slot has none until it is used, grows by doubling up to `limit` positions and never shrinks. While it grows, one of
+its layers at a time is held twice.
 """
 
 import torch
@@ -17,43 +17,39 @@ class KVCache:
         self, schedule: Schedule, num_slots: int, limit: int, device: torch.device
     ) -> None:
         spec = schedule.spec
-        self._shape = (schedule.num_shards, schedule.shard_kv_heads, spec.head_dim)
-        self._slots, self._limit, self._device = num_slots, limit, device
-        self._num_layers = spec.num_layers
-        self._size = 0
-        self._data: list[Tensor] = []  # a layer: [slots, 2, S, K, positions, d]
+        empty = torch.empty(
+            2, schedule.num_shards, schedule.shard_kv_heads, 0, spec.head_dim, device=device
+        )
+        self._limit = limit
+        # by slot and layer: [2, S, K, positions, d]
+        self._data = [[empty] * spec.num_layers for _ in range(num_slots)]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._data)
+        return sum(t.nbytes for layers in self._data for t in layers)
 
-    def reserve(self, positions: int) -> None:
-        """Make room for positions 0 .. positions - 1 in every slot; RequestError beyond `limit`."""
-        if positions <= self._size:
+    def reserve(self, slot: int, positions: int) -> None:
+        """Make room for positions 0 .. positions - 1 in a slot; RequestError beyond `limit`."""
+        layers = self._data[slot]
+        had = layers[0].shape[3]
+        if positions <= had:
             return
         if positions > self._limit:
             raise RequestError(f"{positions} positions do not fit a slot of {self._limit}")
-        size = min(max(positions, 2 * self._size, 256), self._limit)
-        shards, kv, d = self._shape
-        if not self._data:
-            empty = torch.empty(self._slots, 2, shards, kv, 0, d, device=self._device)
-            self._data = [empty] * self._num_layers
-        for layer, old in enumerate(self._data):
-            new = torch.zeros(self._slots, 2, shards, kv, size, d, device=self._device)
-            new[..., : self._size, :] = old[..., : self._size, :]
-            self._data[layer] = new
-        self._size = size
+        size = min(max(positions, 2 * had, 256), self._limit)
+        for layer, old in enumerate(layers):
+            layers[layer] = old.new_zeros(*old.shape[:3], size, old.shape[4])
+            layers[layer][..., :had, :] = old
 
     def append(
         self, layer: int, slot: int, start: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Store k and v [S, K, T, d] at positions start..; all keys and values so far [S, K, n, d]."""
         end = start + k.shape[2]
-        home = self._data[layer][slot]
+        home = self._data[slot][layer]
         home[0, :, :, start:end] = k
         home[1, :, :, start:end] = v
         return home[0, :, :, :end], home[1, :, :, :end]
 
     def clear(self) -> None:
         self._data.clear()
-        self._size = 0

@@ -145,7 +145,7 @@ class ReferenceBackend:
         self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
     ) -> np.ndarray:
         """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
-        self.kv.reserve(start + len(token_ids))
+        self.kv.reserve(slot, start + len(token_ids))
 
         def append(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return self.kv.append(layer, slot, start, k, v)

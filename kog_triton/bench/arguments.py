@@ -194,7 +194,9 @@ def _add_serving(kinds: Any) -> None:
 def _common() -> Parser:
     out = Parser(add_help=False)
     what = out.add_mutually_exclusive_group()
-    what.add_argument("--model", help="folder or Hugging Face id (default: the demo that ships)")
+    what.add_argument(
+        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
+    )
     what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
     out.add_argument(
         "--backend",

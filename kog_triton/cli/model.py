@@ -10,7 +10,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The options that `open_spec` reads."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--model", help="a checkpoint folder or a Hugging Face id (default: the demo that ships)"
+        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
     )
     what.add_argument("--shape", help="a named shape, such as llama-3.2-1b")
     parser.add_argument(

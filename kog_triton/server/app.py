@@ -1,6 +1,7 @@
 """The server's application: routes, what is around them, and errors in OpenAI's form."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -57,16 +58,27 @@ async def _problem(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     """A body of the wrong shape: which field, and why."""
     assert isinstance(error, RequestValidationError | ValidationError)
-    skipped = (
-        1 if isinstance(error, RequestValidationError) else 0
-    )  # the word "body" before each place
     found = error.errors()[:MAX_ERRORS]
-    places = [".".join(str(part)[:40] for part in e["loc"][skipped:6]) for e in found]
+    if isinstance(error, RequestValidationError):
+        places = [_place(e, error.body) for e in found]
+    else:
+        places = [".".join(str(part)[:40] for part in e["loc"][:6]) for e in found]
     lines = [f"{place or 'body'}: {e['msg'][:200]}" for place, e in zip(places, found, strict=True)]
-    problem = Problem(
-        400, "; ".join(lines), code="invalid_value", param=places[0] if places else None
-    )
-    return _told(request, problem)
+    told = "; ".join(dict.fromkeys(lines))
+    return _told(request, Problem(400, told, code="invalid_value", param=places[0] or None))
+
+
+def _place(error: Mapping[str, Any], body: Any) -> str:
+    """Where in a body an error is, without the types that pydantic names for a field that may be of several."""
+    place = []
+    for part in error["loc"][1:7]:  # behind the word "body"
+        try:
+            body = body[part]
+        except (TypeError, KeyError, IndexError):
+            if error["type"] != "missing":
+                continue
+        place.append(str(part)[:40])
+    return ".".join(place)
 
 
 async def _http(request: Request, error: Exception) -> Response:

@@ -52,6 +52,12 @@ async def read_chat(
     name, forced = _choice(body, tools)
     if body.tool_choice == "none":
         tools = ()
+    if tools and not model.knows_tools:
+        raise Problem(
+            400,
+            "the model's chat template knows no tools: leave tools out, or start the server with --chat-template",
+            param="tools",
+        )
     tool_parser = model.tool_parser if tools else None
     if forced and tool_parser is None:
         raise Problem(
@@ -73,8 +79,6 @@ async def read_chat(
         )
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    if body.response_format is not None and (shape := body.response_format.constraint()):
-        given["structured_outputs"] = shape
     if forced:
         if "structured_outputs" in given:
             raise Problem(
@@ -169,6 +173,8 @@ def _check(body: ChatBody) -> None:
     for name in UNSUPPORTED:
         if getattr(body, name) is not None:
             raise Problem(400, f"{name} is not supported: leave it out", param=name)
+    if body.top_logprobs and not body.logprobs:
+        raise Problem(400, "top_logprobs needs logprobs true", param="top_logprobs")
     if body.modalities is not None and body.modalities != ["text"]:
         raise Problem(400, "modalities must be text alone", param="modalities")
     if body.continue_final_message:

@@ -35,6 +35,11 @@ class ServedModel:
             return None if self.tool_call_parser == "none" else self.tool_call_parser
         return find_tool_parser(self._templates)
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether tools reach the prompt, or the operator says that they are called."""
+        return self.tool_parser is not None or "tools" in self._templates
+
     @cached_property
     def reasons(self) -> bool:
         """Whether reasoning is told apart from answers."""

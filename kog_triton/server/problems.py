@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, first_line
+from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, TooLong, first_line
 from kog_triton.request_queue import QueueFull
 from kog_triton.server.supervisor import EngineLost
 
@@ -54,6 +54,8 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(503, "the queue is full: try again later", code="queue_full", retry=True)
     if isinstance(error, EngineLost):
         return Problem(503, str(error), code="engine_lost", retry=True)
+    if isinstance(error, TooLong):  # OpenAI's word, by which agents know that they must shorten
+        return Problem(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError | ModelError):
         return Problem(400, str(error), code="invalid_value")
     if isinstance(

@@ -86,9 +86,8 @@ def bind(settings: Settings) -> socket.socket:
         listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
-        raise RequestError(
-            f"cannot listen on {where}: {error}: choose another --port or --host"
-        ) from error
+        other = "--port or --host" if settings.uds is None else "--uds"
+        raise RequestError(f"cannot listen on {where}: {error}: choose another {other}") from error
     listener.set_inheritable(False)
     return listener
 
@@ -155,6 +154,10 @@ async def _open(supervisor: Supervisor, service: Service, settings: Settings) ->
     tokenizer = await asyncio.to_thread(_tokenizer_of, opened.folder)
     if settings.chat_template is not None:
         tokenizer.chat_templates = {"default": settings.chat_template}
+        with contextlib.suppress(
+            RequestError
+        ):  # a template may refuse these words; what is none is a ModelError
+            await asyncio.to_thread(tokenizer.encode_chat, [{"role": "user", "content": "x"}])
     names = names_of(settings)
     service.opened = ServedModel(
         opened,

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from kog_triton.errors import RequestError
+from kog_triton.errors import TooLong
 from kog_triton.server.admission import Admission
 from kog_triton.server.metrics import ServerMetrics
 from kog_triton.server.model import ServedModel
@@ -51,7 +51,7 @@ class Service:
         """RequestError for a text that cannot fit the context, before anything is made of it."""
         most = self.model.opened.max_context
         if characters > CHARACTERS_A_TOKEN * most:
-            raise RequestError(
+            raise TooLong(
                 f"the prompt has {characters} characters and the context holds {most} tokens: shorten the prompt"
             )
 

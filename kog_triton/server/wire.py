@@ -12,7 +12,7 @@ import msgspec
 
 from kog_triton import errors
 from kog_triton.backends.mailbox import PromptLogprob, Step
-from kog_triton.errors import KogError, RunError, first_line
+from kog_triton.errors import KogError, RunError, TooLong, first_line
 from kog_triton.metrics import Peak
 from kog_triton.model.spec import ModelSpec
 from kog_triton.request_queue import QueueFull
@@ -146,7 +146,7 @@ class Frames:
 
 # ---- errors, by the name of their class ----
 
-KINDS = {kind.__name__: kind for kind in (*KogError.__subclasses__(), QueueFull)}
+KINDS = {kind.__name__: kind for kind in (*KogError.__subclasses__(), QueueFull, TooLong)}
 
 
 def ended(request: int, error: BaseException) -> Ended:

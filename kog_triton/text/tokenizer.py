@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from kog_triton.errors import KogError, ModelError, RequestError, first_line
+from kog_triton.errors import KogError, ModelError, RequestError, TooLong, first_line
 from kog_triton.json_file import read_json
 from kog_triton.text import chat
 from kog_triton.text.content import formatted
@@ -295,7 +295,7 @@ def _check_length(text: str, most: int, count: Callable[[str], int]) -> None:
     while size < len(text):
         tokens = count(text[:size])
         if tokens > 2 * most:
-            raise RequestError(
+            raise TooLong(
                 f"the prompt has more than {tokens // 2} tokens and the context holds {most}: "
                 "shorten the prompt to leave room for an answer"
             )

@@ -191,6 +191,12 @@ def test_auto_serves_the_kind_of_device_that_is_asked_for(machine, device, name)
     assert choose("auto", device).name == name
 
 
+def test_a_device_that_nobody_knows_is_said_to_be_unknown(machine):
+    machine("NVIDIA H200")
+    with pytest.raises(DeviceError, match="no GPU named 'h2000': have h200, h100"):
+        choose("auto", "h2000")
+
+
 def test_what_a_backend_lacks_is_said_to_who_names_it(machine):
     machine("NVIDIA A100-SXM4-80GB")
     with pytest.raises(

@@ -94,6 +94,13 @@ def test_a_slot_that_forgot_is_taken_before_one_that_remembers(folder):
         assert ask(llm, "a" * 20 + "?") == 20
 
 
+def test_a_slot_takes_memory_once_it_is_used(folder):
+    with LLM(folder, backend="reference", num_slots=9999, max_model_len=100) as llm:
+        llm.generate("a", ONE)
+        held = llm.engine.backend.memory_bytes()["kv_cache"]
+        assert held == llm.kv_cache_bound_bytes() // 9999
+
+
 @pytest.mark.parametrize("limit", [100, 300, 511])
 def test_the_stated_bound_holds_and_is_reached(folder, limit):
     with LLM(folder, backend="reference", num_slots=3, max_model_len=limit) as llm:

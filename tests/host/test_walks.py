@@ -76,9 +76,9 @@ def test_bytes_per_token_are_those_that_are_read(dtype, size):
     assert matrices - norms == held - small
     backend.forward_logits(PROMPT)
     backend.forward(0, PROMPT, 0, last_only=True)
-    keys = next(iter(backend.kv._data))
+    keys = backend.kv._data[0][0]
     assert keys.dtype is torch.float32
-    per_position = keys[:, :, :, :, 0].nbytes * spec.num_layers
+    per_position = keys[:, :, :, 0].nbytes * spec.num_layers
     assert backend.spec.kv_bytes_per_position == per_position
     assert backend.gpu is None and weights_dtype(backend) is backend.spec.dtype
 

@@ -11,23 +11,25 @@ from types import SimpleNamespace
 import pytest
 
 from kog_triton import serve
-from kog_triton.errors import DeviceError, ModelError, RequestError, RunError
+from kog_triton.errors import DeviceError, ModelError, RequestError, RunError, TooLong
 from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.server import figures, run
 from kog_triton.server.admission import Admission
-from kog_triton.server.asked import render, template_kwargs
+from kog_triton.server.asked import read_chat, render, template_kwargs
 from kog_triton.server.completion_answer import CompletionAnswer
 from kog_triton.server.limits import BodyLimit
 from kog_triton.server.metrics import Counts, ServerMetrics
+from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval, Pacing
 from kog_triton.server.problems import Problem, problem_of
 from kog_triton.server.run import Settings, bind
 from kog_triton.server.samples import Job, News
-from kog_triton.server.schemas.chat import Message
+from kog_triton.server.schemas.chat import ChatBody, Message
 from kog_triton.server.supervisor import EngineLost, Supervisor
+from kog_triton.server.wire import Opened
 
 
 def output(prompt=10, cached=4, made=5, reason="stop"):
@@ -226,6 +228,7 @@ def test_a_body_may_have_the_bytes_that_it_may_have(size, passes, told):
         (QueueFull("full"), 503, "queue_full", True),
         (EngineLost("lost"), 503, "engine_lost", True),
         (RequestError("no"), 400, "invalid_value", False),
+        (TooLong("no"), 400, "context_length_exceeded", False),
         (ModelError("no"), 400, "invalid_value", False),
         (DeviceError("out of memory"), 503, "device_error", True),
         (RunError("NaN"), 500, "engine_error", False),
@@ -247,11 +250,56 @@ def test_what_an_error_is_to_a_client(error, status, code, retry):
         ({"best_of": 2}, "best_of is not supported: use n"),
         ({"stream": True, "echo": True, "logprobs": 1}, "echo with logprobs is not streamed"),
         ({"n": 128, "prompt": ["a", "b"]}, "samples in all"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: Input should be"),
     ],
 )
 def test_what_a_completion_may_not_ask(server, fields, says):
     response = server.post("/v1/completions", {"prompt": "x", **fields})
     assert response.status_code == 400 and says in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("completions", {"prompt": {"a": 1}}, "prompt", "prompt: Input should be a valid string; "),
+        ("completions", {"prompt": [1, "a"]}, "prompt", "prompt: Input should be a valid string; "),
+        ("completions", {}, "prompt", "prompt: Field required"),
+        ("completions", [1], None, "body: Input should be a valid dictionary"),
+        ("chat/completions", {"messages": [{}]}, "messages.0.role", "messages.0.role: Field"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user"}], "tool_choice": "some"},
+            "tool_choice",
+            "tool_choice: Input should be 'none', 'auto' or 'required'; tool_choice: Input",
+        ),
+        ("completions", {"prompt": "x", "guided_json": {}}, "guided_json", "guided_json is not"),
+    ],
+)
+def test_an_error_names_the_field_and_not_how_it_is_read(server, path, body, param, message):
+    error = server.post(f"/v1/{path}", body).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 10000}, {"prompt": "x" * 600}, {"prompt": "x" * 99999}]
+)
+def test_agents_are_told_by_openais_word_that_a_context_is_full(server, fields):
+    response = server.post("/v1/completions", {"prompt": "x", **fields})
+    assert (response.status_code, response.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
+
+
+def test_a_completion_is_held_by_a_response_format_too(server):
+    shape = {"response_format": {"type": "json_object"}}
+    body = {"prompt": server.play("held", '{"a": 1}')} | shape
+    assert server.post("/v1/completions", body).json()["choices"][0]["text"] == '{"a": 1}'
+    body = {"prompt": server.play("not_held", "free")} | shape
+    assert (
+        server.post("/v1/completions", body).status_code == 500
+    )  # the script is judged by the grammar
 
 
 # ---- conversations ----
@@ -334,6 +382,29 @@ def test_the_environment_has_a_key_where_no_flag_has(monkeypatch, capsys):
     assert serve.parse(["m"]).keys == () and serve.parse(["m"]).llm["model"] == "m"
 
 
+def test_a_name_that_is_empty_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        serve.parse(["--served-model-name", "a", ""])
+    assert "--served-model-name is empty: give a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "starts"), [("{{ x ", False), ("{{ raise_exception('no') }}", True)]
+)
+def test_a_template_that_is_none_ends_the_start(checkpoint, template, starts):
+    class Engine:
+        async def start(self):
+            return Opened(str(checkpoint), None, {}, [], "b", "", 2, 512, None, None, 0.0, {}, 0)
+
+    settings, service = Settings(llm={}, chat_template=template), SimpleNamespace(opened=None)
+    if starts:
+        asyncio.run(run._open(Engine(), service, settings))
+        assert service.opened.tokenizer.chat_templates == {"default": template}
+    else:
+        with pytest.raises(ModelError, match="the chat template, line 1: "):
+            asyncio.run(run._open(Engine(), service, settings))
+
+
 def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
     place = Path(tmp_path / "s")
     settings = Settings(llm={}, uds=place)
@@ -344,7 +415,7 @@ def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
         client.connect(str(place))
     place.unlink()
     place.write_text(json.dumps("mine"))
-    with pytest.raises(RequestError, match=f"cannot listen on {place}"):
+    with pytest.raises(RequestError, match=f"cannot listen on {place}.*: choose another --uds"):
         bind(settings)
     assert place.read_text() == '"mine"'
 
@@ -398,6 +469,27 @@ def test_each_of_several_samples_echoes_its_own_prompt():
     answer.take([News(i, Delta("+", [2], None, output()), 1) for i in range(4)])
     texts = [choice["text"] for choice in answer.whole()["choices"]]
     assert texts == ["one+", "one+", "ids [50, 51]+", "ids [50, 51]+"]
+
+
+def test_tools_that_cannot_reach_the_model_are_refused():
+    """An agent would wait for calls of tools that the model was never told of."""
+
+    def asked(template, parser="auto", **fields):
+        tokenizer = SimpleNamespace(chat_templates={"default": template})
+        model = ServedModel(None, tokenizer, ("m",), parser)
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        coroutine = read_chat(SimpleNamespace(model=model), ChatBody.model_validate(body), "")
+        with pytest.raises(
+            (Problem, AttributeError)
+        ) as found:  # what is taken needs a whole service
+            asyncio.run(coroutine)
+        return str(getattr(found.value, "message", ""))
+
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert asked("{{ messages }}", **tools).startswith("the model's chat template knows no tools")
+    assert asked("{{ messages }}", **tools, tool_choice="none") == ""
+    assert asked("{{ messages }}", tools=[{"type": "web_search"}]) == ""
+    assert asked("{{ messages }}", "hermes", **tools) == asked("{{ tools }}", **tools) == ""
 
 
 def test_an_event_has_as_many_tokens_as_were_asked_for():

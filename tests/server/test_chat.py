@@ -197,6 +197,11 @@ def test_what_is_not_known_is_named(server):
         ({"temperature": 3}, "temperature"),
         ({"model": "other"}, "no model 'other' here"),
         ({"messages": []}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs true"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs and response_format both shape",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "image_url",
@@ -217,7 +222,7 @@ def test_what_is_not_known_is_named(server):
         ({"stop": ["a"] * 17}, "stop"),
         ({"functions": []}, "functions is not supported"),
         ({"audio": {}}, "audio is not supported"),
-        ({"guided_json": {}}, "guided_json is not supported"),
+        ({"guided_json": {}}, "guided_json is not supported: use structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search is not supported"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ],

@@ -81,7 +81,7 @@ def expected(case: Case) -> torch.Tensor:
     """The reference's keys and values, float32 [layers, lanes, kv_heads, 2, AHEAD, head_dim]."""
     reference = ReferenceBackend(ArrayWeights(case.spec), BackendOptions())
     reference.forward(0, list(TOKENS[:AHEAD]), 0, last_only=True)
-    homes = [home[0, ..., :AHEAD, :].permute(1, 2, 0, 3, 4) for home in reference.kv._data]
+    homes = [home[..., :AHEAD, :].permute(1, 2, 0, 3, 4) for home in reference.kv._data[0]]
     return torch.stack(homes).float()
 
 

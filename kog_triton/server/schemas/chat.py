@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, ResponseFormat, SamplingBody
+from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, SamplingBody
 
 MAX_MESSAGES = 1 << 16
 
@@ -31,7 +31,6 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

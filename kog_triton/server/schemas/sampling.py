@@ -25,10 +25,15 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 # Other servers' fields that would change an answer here, if they were there: refused by name.
-REFUSED = frozenset(
+SHAPES = frozenset(
     {
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
-        *("grammar", "json_schema", "use_beam_search", "length_penalty", "prompt_embeds"),
+        *("grammar", "json_schema"),
+    }
+)
+REFUSED = SHAPES | frozenset(
+    {
+        *("use_beam_search", "length_penalty", "prompt_embeds"),
         *("truncate_prompt_tokens", "logits_processors", "bad_words_ids", "typical_p", "mirostat"),
         *("dry_multiplier", "xtc_probability", "top_a", "tfs_z", "documents", "prompt_logprobs"),
     }
@@ -89,6 +94,28 @@ class StructuredOutputsBody(BaseModel):
         )
 
 
+class JsonSchema(Body):
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> StructuredOutputsParams | None:
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise Problem(
+                    400, "response_format.json_schema is missing", param="response_format"
+                )
+            return StructuredOutputsParams(json=as_text(self.json_schema.schema_))
+        return None
+
+
 class SamplingBody(Body):
     """Fields by which a request is sampled and streamed."""
 
@@ -113,6 +140,7 @@ class SamplingBody(Body):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = Field(None, max_length=1024)
     structured_outputs: StructuredOutputsBody | None = None
+    response_format: ResponseFormat | None = None
     cache_salt: str | None = Field(None, max_length=256)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -123,7 +151,8 @@ class SamplingBody(Body):
     def _check_known(self) -> "SamplingBody":
         for name in sorted(REFUSED & set(self.model_extra or ())):
             if (self.model_extra or {})[name] is not None:
-                raise ValueError(f"{name} is not supported: leave it out")
+                instead = "use structured_outputs" if name in SHAPES else "leave it out"
+                raise Problem(400, f"{name} is not supported: {instead}", param=name)
         return self
 
     def given(self) -> dict[str, Any]:
@@ -136,6 +165,14 @@ class SamplingBody(Body):
             found.pop("stop", None)
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs.constraint()
+        if self.response_format is not None and (shape := self.response_format.constraint()):
+            if "structured_outputs" in found:
+                raise Problem(
+                    400,
+                    "structured_outputs and response_format both shape the answer: leave out one",
+                    param="response_format",
+                )
+            found["structured_outputs"] = shape
         return found
 
     def interval(self, default: Interval) -> Interval:
@@ -147,25 +184,3 @@ class SamplingBody(Body):
         if self.stream_interval is None and self.stream_interval_ms is not None:
             tokens = None
         return Interval(seconds, tokens)
-
-
-class JsonSchema(Body):
-    name: str = ""
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    def constraint(self) -> StructuredOutputsParams | None:
-        if self.type == "json_object":
-            return StructuredOutputsParams(json_object=True)
-        if self.type == "json_schema":
-            if self.json_schema is None:
-                raise Problem(
-                    400, "response_format.json_schema is missing", param="response_format"
-                )
-            return StructuredOutputsParams(json=as_text(self.json_schema.schema_))
-        return None
