@@ -5,7 +5,7 @@
 
 A scripted engine plays Markdown at 2,000 tokens/s to the page in headless Chromium, which notes the times between its
 frames and its tasks of 50 ms and more. `--keep` writes page-record.json beside this file; timings want a quiet machine.
-`--pictures` takes those of docs/PLAYGROUND.md, in three widths and two themes.
+`--pictures` takes those of docs/PLAYGROUND.md, in two themes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.lib.served import Served, served
 RATE = 2000  # tokens/s of the scripted engine
 RECORD = Path(__file__).with_name("page-record.json")
 PICTURES = ROOT / "docs" / "playground"
-WIDTHS = {"wide": (1440, 900), "tablet": (820, 1000), "phone": (390, 844)}
+WIDTH, HEIGHT = 1440, 900
 ENDED = "article.answer:not([aria-busy]):last-child"
 ANSWER = Path(__file__).with_name("answer.md")  # a byte is a token
 QUESTION = "Write a Python function that merges two sorted lists, and a test for it."
@@ -93,27 +93,24 @@ def take_pictures(server: Served, browser: Any) -> None:
     words = server.play(
         "picture", ANSWER.read_text(encoding="utf-8"), tokens_per_s=RATE, wait_s=0.02
     )
-    for name, (width, height) in WIDTHS.items():
-        for theme in ("light", "dark"):
-            view = {"viewport": {"width": width, "height": height}, "color_scheme": theme}
-            with page_of(browser, server.url + "/", **view) as page:
-                page.wait_for_selector("#state[data-state=ok]")
-                ask(page, words, QUESTION)
-                page.click("#settings-open")
-                page.click("#settings-reset")
-                page.keyboard.press("Escape")
-                page.evaluate("document.activeElement.blur()")
-                page.evaluate("document.getElementById('scroll').scrollTop = 0")
-                page.wait_for_timeout(200)
-                shown = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-                # As few colors as look the same: half of the bytes.
-                few = shown.quantize(
-                    14, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE
-                )
-                picture = few.convert("RGB")
-                file = PICTURES / f"{name}-{theme}.webp"
-                picture.save(file, lossless=True, quality=100, method=6)
-                print(f"{file.relative_to(ROOT)}: {file.stat().st_size >> 10} KB")
+    for theme in ("light", "dark"):
+        view = {"viewport": {"width": WIDTH, "height": HEIGHT}, "color_scheme": theme}
+        with page_of(browser, server.url + "/", **view) as page:
+            page.wait_for_selector("#state[data-state=ok]")
+            ask(page, words, QUESTION)
+            page.click("#settings-open")
+            page.click("#settings-reset")
+            page.keyboard.press("Escape")
+            page.evaluate("document.activeElement.blur()")
+            page.evaluate("document.getElementById('scroll').scrollTop = 0")
+            page.wait_for_timeout(200)
+            shown = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            # As few colors as look the same: half of the bytes.
+            few = shown.quantize(14, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE)
+            picture = few.convert("RGB")
+            file = PICTURES / f"wide-{theme}.webp"
+            picture.save(file, lossless=True, quality=100, method=6)
+            print(f"{file.relative_to(ROOT)}: {file.stat().st_size >> 10} KB")
 
 
 def main() -> None:
