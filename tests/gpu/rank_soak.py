@@ -163,8 +163,7 @@ class Soak:
         for one in self.asked:
             self._expect(one)
         if room:
-            further = further_requests(asked, self.expected, backend.spec.vocab_size, room)
-            for one in further:
+            for one in further_requests(asked, self.expected, backend.spec.vocab_size, room):
                 self.asked.append(one)
                 self._expect(one)
         self._further = {one.after: which for which, one in enumerate(self.asked) if one.after >= 0}
