@@ -49,15 +49,15 @@ def test_requests_of_every_kind_say_what_they_say_alone(made, monkeypatch):
 
 
 def test_a_further_turn_begins_with_what_its_slot_holds(made, monkeypatch):
-    turns = [one for one in made.asked if one.after >= 0]
-    assert turns and {one.kind for one in turns} == {"further"}
-    for one in turns:
+    further = [one for one in made.asked if one.after >= 0]
+    assert further and {one.kind for one in further} == {"further"}
+    for one in further:
         before, said = made.asked[one.after].request, made.expected[one.after]
         assert one.request.prompt[: one.request.cached + 1] == (*before.prompt, *said)
     monkeypatch.setattr(rank_soak, "FOLLOWS", 1.0)
     monkeypatch.setattr(rank_soak, "CANCELS", 0.0)
     found = soaked(made, 16)
-    assert found.holds and {what for what, _ in made.tally.all} & {one.name for one in turns}
+    assert found.holds and {what for what, _ in made.tally.all} & {one.name for one in further}
 
 
 def test_a_word_that_is_another_one_is_a_difference(made, monkeypatch):

@@ -120,7 +120,7 @@ def requests_of(
     return out
 
 
-def further_turns(
+def further_requests(
     asked: list[Asked], expected: list[list[int]], vocab: int, room: int
 ) -> list[Asked]:
     """Behind greedy answers: the conversation so far, of which the slot holds all but the last token, and more."""
@@ -163,11 +163,10 @@ class Soak:
         for one in self.asked:
             self._expect(one)
         if room:
-            turns = further_turns(asked, self.expected, backend.spec.vocab_size, room)
-            for one in turns:
+            for one in further_requests(asked, self.expected, backend.spec.vocab_size, room):
                 self.asked.append(one)
                 self._expect(one)
-        self._turns = {one.after: which for which, one in enumerate(self.asked) if one.after >= 0}
+        self._further = {one.after: which for which, one in enumerate(self.asked) if one.after >= 0}
         self._base = [which for which, one in enumerate(self.asked) if one.after < 0]
         self._holds: dict[int, int] = {}  # by slot: whose prompt and answer
         self.mailbox = Mailbox()
@@ -246,7 +245,7 @@ class Soak:
         # Now and then only as many as one, two or four columns hold.
         for slot in self._dice.sample(free, self._dice.randint(1, len(free))):
             dice, which = self._dice, self._dice.choice(self._base)
-            further = self._turns.get(self._holds.pop(slot, -1))
+            further = self._further.get(self._holds.pop(slot, -1))
             if further is not None and dice.random() < FOLLOWS:
                 which = further
             one = self.asked[which]
