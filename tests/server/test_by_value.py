@@ -5,6 +5,7 @@ import json
 import math
 import socket
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from kog_triton.server import figures, run
 from kog_triton.server.admission import Admission
 from kog_triton.server.asked import read_chat, render, template_kwargs
 from kog_triton.server.completion_answer import CompletionAnswer
-from kog_triton.server.limits import BodyLimit
+from kog_triton.server.limits import BodyLimit, KeyGuard
 from kog_triton.server.metrics import Counts, ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval, Pacing
@@ -179,7 +180,46 @@ def test_metrics_tell_what_happened_under_our_names_and_vllms():
     assert all(told[(f"kog:{name}", *labels)] == value for (name, *labels), value in vllm.items())
 
 
+def test_times_between_tokens_are_told_from_50_us_on():
+    """Where a fast engine's are: vLLM's first bucket ends at 10 ms."""
+    metrics = ServerMetrics()
+    metrics.inter_token.observe(70e-6)
+    buckets = {
+        s.labels["le"]: s.value
+        for family in metrics.collect()
+        for s in family.samples
+        if s.name == "kog:inter_token_latency_seconds_bucket"
+    }
+    assert (buckets["5e-05"], buckets["0.0001"], buckets["+Inf"]) == (0, 1, 1)
+    assert sum(float(le) < 5e-3 for le in buckets) >= 8
+
+
 # ---- who may enter ----
+
+
+def test_keys_are_compared_as_digests_in_constant_time(monkeypatch):
+    """Each with each: how long it takes tells neither how much of a key was right nor which one it was."""
+    compared, refused = [], []
+
+    def compare(a, b):
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr("kog_triton.server.limits.hmac.compare_digest", compare)
+
+    async def app(scope, receive, send):
+        refused.append(scope["kog_namespace"])
+
+    async def send(message):
+        refused.append(message.get("status"))
+
+    guard = KeyGuard(app, ["first", "second"])
+    for key in ("first", "fir"):
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        asyncio.run(guard({"type": "http", "path": "/v1/x", "headers": headers}, None, send))
+    assert refused == ["0:", 401, None]
+    digests = [sha256(key.encode()).digest() for key in ("first", "second", "fir")]
+    assert compared == [(digests[i], digests[known]) for i in (0, 2) for known in (0, 1)]
 
 
 def test_who_finds_no_place_is_counted_and_told_why():
