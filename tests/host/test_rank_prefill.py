@@ -73,10 +73,10 @@ def test_keys_values_and_streams_equal_the_reference(name, ranks, ends, dtype):
         first = end
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_lanes_leave_the_bits_that_they_leave_on_one_gpu(ranks, dtype):
-    name = "lanes of all kinds"
+def test_lanes_leave_the_bits_that_they_leave_on_one_gpu(ranks):
+    """In bfloat16: float32's last bits depend, with some processors, on how many matrices a product has."""
+    name, dtype = "lanes of all kinds", BF16
     one, whole = prefill_of(name, dtype, buckets=(4,)), empty_cache(name, dtype)
     one.run(tokens_of(40), 0, whole)
     caches = empty_caches(name, ranks, dtype)
