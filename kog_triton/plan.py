@@ -54,15 +54,12 @@ def plan(schedule: Schedule, gpu: Gpu) -> Partition:
 
 
 def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
-    """The checked HIP lowering. DeviceError for a GPU that is not AMD's or for several, KogError for what the kernel
-    cannot do."""
+    """The checked HIP lowering. DeviceError for a GPU that is not AMD's, KogError for what the kernel cannot do."""
     refuse_narrow(find_backend("hip"), schedule.spec)
     if gpu.vendor != "amd":
         raise DeviceError(
             f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x"
         )
-    if schedule.num_ranks > 1:
-        raise DeviceError("the hip backend runs on one GPU: choose --gpus 1")
     lowering = lower_hip(schedule, gpu)
     check_schedule(schedule)
     check_partition(lowering)
@@ -138,7 +135,7 @@ def summary(partition: Partition, gpu: Gpu) -> str:
             if stage.op is Op.MATVEC
         )
         per_gpu = -(-total // s.num_ranks)
-        why = "--backend hip shows the lowering of one AMD GPU"
+        why = "--backend hip shows the lowering of AMD GPUs"
         if s.spec.narrow:
             why = f"there is no lowering for {s.spec.narrow_formats} weights yet"
         cut = f"rows dealt out evenly: {why}"
@@ -154,14 +151,18 @@ def summary(partition: Partition, gpu: Gpu) -> str:
 
 
 def placement(lowering: HipLowering) -> str:
-    """Which XCD works on what, a line each."""
+    """Which XCD works on what, a line each; of several GPUs the first one's."""
     lanes = lowering.schedule.shards_per_rank > 1
     lines = [
         f"  XCD {die.number} (IOD {die.base}): blocks {die.blocks[0]} to {die.blocks[-1]}, "
         + (f"lane {_span(die.lanes)}" if lanes else f"KV head {_span(die.kv_heads)}")
         for die in place_blocks(lowering)
     ]
-    head = "Placed by the XCC_ID that each block reads at every launch; with as many blocks on each XCD:"
+    where = " of GPU 0" if lowering.schedule.num_ranks > 1 else ""
+    head = (
+        "Placed by the XCC_ID that each block reads at every launch; with as many blocks on each "
+        f"XCD{where}:"
+    )
     return "\n".join([head, *lines])
 
 

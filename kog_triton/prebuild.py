@@ -1,6 +1,6 @@
 """Code objects of a model for machines without a compiler, written to a folder where there is one. Needs no GPU.
 
-python -m kog_triton.prebuild FOLDER [--model M | --shape S] [--device mi300x] [--max-model-len N]
+python -m kog_triton.prebuild FOLDER [--model M | --shape S] [--device mi300x] [--gpus N] [--max-model-len N]
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,17 @@ def _body(argv: Sequence[str] | None) -> int:
     add_model(parser)
     parser.add_argument("--device", default="mi300x", help="an AMD GPU (default: mi300x)")
     parser.add_argument(
+        "--gpus", type=positive, default=1, metavar="N", help="how many (default: 1)"
+    )
+    parser.add_argument(
         "--max-model-len", type=positive, default=0, help="positions (default: as the model allows)"
     )
     args = parser.parse_args(argv)
     backend: Any = find_backend("hip")
     _, spec = open_spec(args)
     refuse_narrow(backend, spec)
-    for path in backend.prebuild(args.folder, spec, find_gpu(args.device), args.max_model_len):
+    gpu = find_gpu(args.device)
+    for path in backend.prebuild(args.folder, spec, gpu, args.max_model_len, args.gpus):
         print(path)
     return 0
 

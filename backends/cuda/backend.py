@@ -197,7 +197,7 @@ class CudaBackend(PromptsBeside):
                 self.columns.begin()
                 self.first_tokens.begin()
             with self._entry.on_stream():
-                self.ranks = allocate_ranks(self.layout, weights, options.num_slots, self.devices)
+                self.ranks = self._allocate(weights)
                 self.library = self._open_library(weights, lowering)
             self.first.wait()
         except BaseException:
@@ -241,6 +241,9 @@ class CudaBackend(PromptsBeside):
             plan = replace(plan, weights=plan.weights + beside)
             where = f"GPU {device.index}: " if self.num_devices > 1 else ""
             check_memory(plan, device, self.options.memory_share, where)
+
+    def _allocate(self, weights: WeightSource) -> Ranks:
+        return allocate_ranks(self.layout, weights, self.options.num_slots, self.devices)
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)

@@ -1,6 +1,7 @@
 """GPUs of one process that reach each other's memory: opened, one of them alone or several alike, or refused."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -24,15 +25,21 @@ def open_gpus(count: int) -> tuple[list[torch.device], Gpu]:
         devices = [torch.device("cuda", i) for i in range(count)]
     for device in devices:
         _open(device)
-    first, *others = [_gpu(device) for device in devices]
+    gpus = [_gpu(device) for device in devices]
+    check_alike(gpus)
+    reach_all(count)
+    return devices, gpus[0]
+
+
+def check_alike(gpus: Sequence[Gpu]) -> None:
+    """DeviceError unless all are of one kind and size."""
+    first, *others = gpus
     for i, gpu in enumerate(others, 1):
         if (gpu.name, gpu.num_sms) != (first.name, first.num_sms):
             raise DeviceError(
                 f"GPU {i} is {gpu.name} with {gpu.num_sms} SMs and GPU 0 {first.name} with {first.num_sms}: ranks must "
                 "be alike"
             )
-    reach_all(count)
-    return devices, first
 
 
 def _gpu(device: torch.device) -> Gpu:

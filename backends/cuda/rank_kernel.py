@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -49,17 +49,26 @@ class RankKernel:
         self, cubin: bytes, name: str, shared_bytes: int, devices: Sequence[torch.device]
     ) -> None:
         self._devices = devices
-        self._kernels = []
-        for device in devices:
-            with torch.cuda.device(device):  # whose context takes the module
-                self._kernels.append(Kernel(cubin, name, shared_bytes, device))
+        self._kernels = [
+            self._open(cubin, name, shared_bytes, rank) for rank in range(len(devices))
+        ]
+
+    def _open(self, cubin: bytes, name: str, shared_bytes: int, rank: int) -> Any:
+        """The function on the GPU of a rank, with the methods of driver.py's Kernel."""
+        device = self._devices[rank]
+        with torch.cuda.device(device):  # whose context takes the module
+            return Kernel(cubin, name, shared_bytes, device)
+
+    def _meet(self) -> None:
+        meet([torch.cuda.current_stream(device) for device in self._devices])
 
     def launch(self, blocks: int, threads: int, arguments: Sequence[Structure]) -> Finished:
         """Start all blocks of all ranks, each behind what the current streams of all GPUs still do: no rank's kernel
         writes words that another's stream has yet to empty. DeviceError if one GPU's cannot all be resident."""
         if len(self._kernels) == 1:
-            return self._kernels[0].launch(blocks, threads, arguments[0])
-        meet([torch.cuda.current_stream(device) for device in self._devices])
+            one: Finished = self._kernels[0].launch(blocks, threads, arguments[0])
+            return one
+        self._meet()
         ends: list[Finished] = []
         missing = {}
         for rank, (kernel, argument) in enumerate(zip(self._kernels, arguments, strict=True)):
@@ -73,11 +82,13 @@ class RankKernel:
         self, blocks: int, threads: int, argument: Structure, before: Callable[[], None]
     ) -> float:
         """As `Kernel.time`, on the first GPU."""
-        return self._kernels[0].time(blocks, threads, argument, before)
+        seconds: float = self._kernels[0].time(blocks, threads, argument, before)
+        return seconds
 
     def resources(self) -> Resources:
         """Of one GPU's."""
-        return self._kernels[0].resources()
+        taken: Resources = self._kernels[0].resources()
+        return taken
 
     def close(self) -> None:
         for kernel in self._kernels:

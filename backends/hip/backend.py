@@ -1,4 +1,4 @@
-"""HipBackend: the monokernel of one model on one AMD GPU.
+"""HipBackend: the monokernel of one model on one AMD GPU, or a rank of it on each of several.
 
 The host's side is CudaBackend's, whose memory, words and serving the kernel shares (docs/HIP.md). What it has of its
 own: the lowering, the compiler (toolchain.py) and the runtime (driver.py).
@@ -10,15 +10,19 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.gpus import check_alike
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.device import gpu_of
 from kog_triton.backends.hip.column_layout import lay_out_columns
-from kog_triton.backends.hip.driver import HipKernel, count_gpus
+from kog_triton.backends.hip.driver import HipRankKernel, count_gpus, number_of
 from kog_triton.backends.hip.findings import look
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.objects import code_object, source_of_code
+from kog_triton.backends.hip.peers import check_peers, reach_all, uncached
 from kog_triton.backends.hip.prebuild import prebuild
+from kog_triton.backends.hip.rank_selftest import check_ranks
 from kog_triton.backends.hip.selftest import check_gpu
 from kog_triton.backends.hip.toolchain import MI300
 from kog_triton.backends.unseen_gpu import unseen_gpu
@@ -80,30 +84,41 @@ class HipBackend(CudaBackend):
         return f"its kernel reads 16-bit weights, and these are {spec.narrow_formats}"
 
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
-        if options.num_gpus != 1:
-            raise DeviceError("the hip backend runs on one GPU: choose --gpus 1")
+        if (
+            options.num_gpus > 1
+        ):  # ranks have the kernel of one token alone: only its words are where all see them
+            self.column_counts, self.chunk_positions = (), 0
         super().__init__(weights, options, num_blocks)
 
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:
-        """DeviceError, too, if the GPU does not pass the self-test."""
-        device, gpu = self._find_gpu()
-        check_gpu(device, gpu)
-        return [device], gpu
+        """DeviceError, too, if a GPU does not pass its self-test, or several the one of what is between them."""
+        count = self.num_devices
+        if count > 1:
+            check_peers(count)
+        found = self._find_gpus(count)
+        check_alike([gpu for _, gpu in found])
+        for rank, (device, gpu) in enumerate(found):
+            check_gpu(device, gpu, rank)
+        devices, gpu = [device for device, _ in found], found[0][1]
+        if count > 1:
+            reach_all(count)
+            check_ranks(tuple(devices), gpu)
+        return devices, gpu
 
     @classmethod
-    def _find_gpu(cls) -> tuple[torch.device, Gpu]:
-        device = torch.device("cuda", torch.cuda.current_device())
-        gpu = gpu_of(device)
-        assert gpu is not None
-        return device, gpu
+    def _find_gpus(cls, count: int = 1) -> list[tuple[torch.device, Gpu]]:
+        """The current GPU, or the first `count`."""
+        numbers = range(count) if count > 1 else [torch.cuda.current_device()]
+        devices = [torch.device("cuda", number) for number in numbers]
+        return [(device, gpu) for device in devices if (gpu := gpu_of(device)) is not None]
 
     @classmethod
     def xcds(cls) -> list[int]:
         """Of every block of a grid that fills the GPU. DeviceError as for `_open_devices`."""
-        return check_gpu(*cls._find_gpu())
+        return check_gpu(*cls._find_gpus()[0])
 
     def _lay_out(self, num_blocks: int) -> Layout:
-        lowering = lower_hip(build(self.spec), self.gpu, num_blocks)
+        lowering = lower_hip(build(self.spec, self.num_devices), self.gpu, num_blocks)
         check_lowering(lowering)
         return lay_out_hip(lowering, self.max_context)
 
@@ -112,5 +127,19 @@ class HipBackend(CudaBackend):
         own, arch = Path(source).with_suffix(".hip").name, layout.lowering.gpu.arch
         return code_object(render(layout), own, arch)
 
-    def _load(self, source: str, entry: str, layout: Layout) -> HipKernel:  # type: ignore[override]
-        return HipKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices[0])
+    def _load(self, source: str, entry: str, layout: Layout) -> HipRankKernel:
+        return HipRankKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices)
+
+    def _allocate(self, weights: WeightSource) -> Ranks:
+        """Of several ranks what the others write is where all see it."""
+        ranks = super()._allocate(weights)
+        if self.num_devices == 1:
+            return ranks
+
+        def seen_by_all(rank: int) -> dict[str, torch.Tensor]:
+            memory, device = ranks.each[rank], self.devices[rank]
+            sizes = {"words": len(memory.words), "error": len(memory.error)}
+            number = number_of(device, rank)
+            return {name: uncached(size, device, number) for name, size in sizes.items()}
+
+        return ranks.changed(seen_by_all)

@@ -1,18 +1,21 @@
 """The few calls of the HIP runtime (libamdhip64) that a cooperative launch takes, through ctypes.
 
-Works on torch's current device and stream: a ROCm build of torch has loaded the runtime, and its copy is the one that
-is called. Every return code is looked at; an error has the code's name, HIP's words and the call.
+Works on torch's current stream of a GPU: a ROCm build of torch has loaded the runtime, and its copy is the one that is
+called. GPUs have the runtime's numbers, which are torch's. Every return code is looked at; an error has the code's
+name, HIP's words and the call.
 """
 
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError
 
@@ -79,6 +82,18 @@ def call(hip: Any, name: str, *arguments: Any, allowed: int = 0) -> int:
     raise DeviceError(f"{name}: {code} ({status}, {words}){advice}")
 
 
+@contextmanager
+def on_gpu(hip: Any, number: int) -> Iterator[None]:
+    """Inside, what this thread asks of the runtime is of this GPU."""
+    before = ctypes.c_int()
+    call(hip, "hipGetDevice", ctypes.byref(before))
+    call(hip, "hipSetDevice", number)
+    try:
+        yield
+    finally:
+        call(hip, "hipSetDevice", before.value)
+
+
 class Event:
     """A point in a stream, recorded as it is made; torch.cuda.Event's methods."""
 
@@ -100,35 +115,36 @@ class Event:
 
 
 class HipKernel:
-    """One function of a code object, launched in waves of 64: the methods of cuda/rank_kernel.py's RankKernel."""
+    """One function of a code object on one GPU, launched in waves of 64: the methods of cuda/driver.py's Kernel."""
 
     def __init__(
-        self, code_object: bytes, name: str, shared_bytes: int, device: torch.device
+        self, code_object: bytes, name: str, shared_bytes: int, device: torch.device, number: int
     ) -> None:
         self._hip, self._shared, self._device = load_library(), shared_bytes, device
+        self._number = number
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("hipModuleLoadData", ctypes.byref(self._module), code_object)
         self._call(
             "hipModuleGetFunction", ctypes.byref(self._function), self._module, name.encode()
         )
 
-    def launch(self, blocks: int, threads: int, arguments: Sequence[ctypes.Structure]) -> Event:
+    def launch(self, blocks: int, threads: int, argument: ctypes.Structure) -> Event:
         """Start all blocks at once, after what the current stream still does; the end as an event.
 
         DeviceError if they cannot all be resident.
         """
-        (argument,) = arguments
         stream = ctypes.c_void_p(
             torch.cuda.current_stream(self._device).cuda_stream
             if self._device.type == "cuda"
             else None
         )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        self._call(
-            "hipModuleLaunchCooperativeKernel", self._function, blocks, 1, 1, WAVE, threads // WAVE, 1,
-            self._shared, stream, pointers,
-        )  # fmt: skip
-        return Event(self._hip, stream)
+        with on_gpu(self._hip, self._number):
+            call(
+                self._hip, "hipModuleLaunchCooperativeKernel", self._function, blocks, 1, 1, WAVE, threads // WAVE, 1,
+                self._shared, stream, pointers,
+            )  # fmt: skip
+            return Event(self._hip, stream)
 
     def time(
         self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]
@@ -138,7 +154,7 @@ class HipKernel:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         begun = time.perf_counter()
-        self.launch(blocks, threads, [argument]).synchronize()
+        self.launch(blocks, threads, argument).synchronize()
         return time.perf_counter() - begun
 
     def resources(self) -> Resources:
@@ -155,4 +171,22 @@ class HipKernel:
         self._call("hipModuleUnload", self._module)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        call(self._hip, name, *arguments)
+        with on_gpu(self._hip, self._number):  # which has the module
+            call(self._hip, name, *arguments)
+
+
+class HipRankKernel(RankKernel):
+    """One function of a code object on `devices`, a rank each. Devices of a CPU stand for the first GPUs."""
+
+    def _open(self, cubin: bytes, name: str, shared_bytes: int, rank: int) -> HipKernel:
+        device = self._devices[rank]
+        return HipKernel(cubin, name, shared_bytes, device, number_of(device, rank))
+
+    def _meet(self) -> None:
+        if self._devices[0].type == "cuda":
+            super()._meet()
+
+
+def number_of(device: torch.device, rank: int) -> int:
+    """The runtime's number of a rank's GPU."""
+    return rank if device.index is None else device.index

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kog_triton.backends import Availability
+from kog_triton.backends.cuda.layout.collectives import MOST_RANKS
 from kog_triton.backends.hip.driver import count_gpus, find_library
 from kog_triton.backends.hip.objects import source_of_code
+from kog_triton.backends.hip.peers import check_peers
 from kog_triton.backends.hip.selftest import xcds_in_words
 from kog_triton.backends.hip.toolchain import compilers
 from kog_triton.errors import DeviceError
@@ -22,6 +24,7 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
     return {
         "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}: install the amdgpu driver",
         "runtime": f"{library}, {_gpus()}" if library else _gpus(),
+        "peers": _said(_peers),
         "compiler": _said(source_of_code),
         "compilers": ", ".join(
             f"{name}: {version or 'not found'}" for name, version in compilers().items()
@@ -43,3 +46,12 @@ def _said(what: Callable[[], str]) -> str:
 
 def _gpus() -> str:
     return _said(lambda: f"{count_gpus()} GPUs")
+
+
+def _peers() -> str:
+    """Whether `--gpus` can be as many as there are."""
+    count = min(count_gpus(), MOST_RANKS)
+    if count == 1:
+        return "none: one GPU"
+    check_peers(count)
+    return f"the first {count} GPUs reach each other"

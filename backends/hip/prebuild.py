@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.hip import selftest, toolchain
+from kog_triton.backends.hip import rank_selftest, selftest, toolchain
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.objects import file_of
 from kog_triton.model.small import CONTEXT, small_model
@@ -18,21 +18,27 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
 
-def sources(spec: ModelSpec, gpu: Gpu, max_context: int) -> Iterator[tuple[str, str]]:
+def sources(
+    spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int
+) -> Iterator[tuple[str, str]]:
     """Header and source of all that a start compiles: the self-tests' before the model's."""
     yield selftest.HEADER, "selftest.hip"
-    for one, context in ((small_model(spec), CONTEXT), (spec, max_context)):
-        header = render(lay_out_hip(lower_hip(build(one), gpu), context))
+    if num_gpus > 1:
+        yield rank_selftest.header(num_gpus), "rank_selftest.hip"
+    for one, context, gpus in ((small_model(spec), CONTEXT, 1), (spec, max_context, num_gpus)):
+        header = render(lay_out_hip(lower_hip(build(one, gpus), gpu), context))
         yield header, "decode.hip"
         if one is not spec:
             yield header, "stage.hip"
 
 
-def prebuild(folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0) -> list[Path]:
+def prebuild(
+    folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0, num_gpus: int = 1
+) -> list[Path]:
     """The files that a start of this model needs, written; KogError for what the kernel cannot do."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for header, source in sources(spec, gpu, max_context or spec.max_context):
+    for header, source in sources(spec, gpu, max_context or spec.max_context, num_gpus):
         path = folder / file_of(header, source, gpu.arch)
         path.write_bytes(compile_cubin(header, source, gpu.arch, tools=toolchain))
         written.append(path)

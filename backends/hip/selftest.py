@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from kog_triton.backends.hip.driver import HipKernel
+from kog_triton.backends.hip.driver import HipKernel, number_of
 from kog_triton.backends.hip.objects import code_object
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.hip import THREADS
@@ -42,11 +42,11 @@ class SelfTest(ctypes.Structure):
 
 
 @functools.cache
-def check_gpu(device: torch.device, gpu: Gpu) -> list[int]:
+def check_gpu(device: torch.device, gpu: Gpu, rank: int = 0) -> list[int]:
     """The XCD of every block of a grid that fills the GPU, as its XCC_ID says; once for a process. DeviceError if the
     kernel cannot be trusted there."""
     code = code_object(HEADER, "selftest.hip", gpu.arch)
-    kernel = HipKernel(code, "kog_selftest", 0, device)
+    kernel = HipKernel(code, "kog_selftest", 0, device, number_of(device, rank))
     try:
         blocks, found = gpu.num_blocks, run(kernel, device, gpu.num_blocks, ROUNDS)
     finally:
@@ -76,7 +76,7 @@ def run(kernel: HipKernel, device: torch.device, blocks: int, rounds: int) -> li
         "mailbox": torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda"),
         "found": ints(blocks, 2),
     }
-    launched = kernel.launch(blocks, THREADS, [argument(tensors, blocks, rounds)])
+    launched = kernel.launch(blocks, THREADS, argument(tensors, blocks, rounds))
     answer(tensors["mailbox"], launched.query)
     found: list[list[int]] = tensors["found"].tolist()
     return found

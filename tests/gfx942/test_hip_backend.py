@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
@@ -20,31 +19,15 @@ from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import DeviceError, KogError
-from kog_triton.schedule.topology import GPUS
-from tests.lib.compiled import FOLDER, made_once
+from tests.lib.compiled import made_once
 from tests.lib.fake_hip import FakeHip
 from tests.lib.gfx942.executor import operations
 from tests.lib.gfx942.requests import ASKED, tokens_of
 from tests.lib.gfx942.requests import expected as expected_of
 from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.hip_machine import install, save_model, see
 from tests.lib.lowering_cases import ArrayWeights
-from tests.lib.tiny import save_folder
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-    "eos_token_id": 49,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float16",
-}
 PROMPTS = [[3, 42, 12], [7, 7, 30, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_eos=True)
@@ -53,50 +36,14 @@ BLOCKS = 8
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    g = torch.Generator().manual_seed(3)
-    shapes = {"model.embed_tokens.weight": (50, 64), "model.norm.weight": (64,)}
-    for i in range(2):
-        shapes |= {
-            f"model.layers.{i}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (64,),
-                "post_attention_layernorm": (64,),
-                "self_attn.q_proj": (64, 64),
-                "self_attn.k_proj": (32, 64),
-                "self_attn.v_proj": (32, 64),
-                "self_attn.o_proj": (64, 64),
-                "mlp.gate_proj": (96, 64),
-                "mlp.up_proj": (96, 64),
-                "mlp.down_proj": (64, 96),
-            }.items()
-        }
-    tensors = {}
-    for name, shape in shapes.items():
-        value = torch.randn(shape, generator=g)
-        value = 1 + 0.3 * value if len(shape) == 1 else value * 3 / shape[-1] ** 0.5
-        tensors[name] = value.half()
-    return save_folder(tmp_path_factory.mktemp("model") / "tiny", CONFIG, tensors)
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
 def hip(monkeypatch):
-    """The library, and a machine on which torch sees an MI300X of a few CUs."""
     fake = FakeHip()
-    fake.install(monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(FOLDER / "hip"))
-    monkeypatch.setattr(kernel_cache, "_unwritten", {})
-    see(monkeypatch, "gfx942")
-    gpu = replace(GPUS["mi300x"], num_blocks=BLOCKS)
-    monkeypatch.setattr(HipBackend, "_find_gpu", staticmethod(lambda: (torch.device("cpu"), gpu)))
-    monkeypatch.setattr(selftest, "ROUNDS", 3)
-    # Kernels of columns are compiled where a test is about them.
-    monkeypatch.setattr(HipBackend, "column_counts", ())
-    monkeypatch.setattr(HipBackend, "chunk_positions", 0)
+    install(fake, monkeypatch, BLOCKS)
     return fake
-
-
-def see(monkeypatch, arch):
-    monkeypatch.setattr(HipBackend, "_gpu_here", lambda: ("AMD Instinct", arch))
 
 
 def open_hip(model, **options):
@@ -322,7 +269,7 @@ def test_no_compiler(hip, model, monkeypatch, tmp_path):
 
 def test_what_the_kernel_does_not_do_is_refused(hip, model):
     told = refusal(lambda: open_hip(model, devices=2))
-    assert told == "the hip backend runs on one GPU: choose --gpus 1"
+    assert told == "2 GPUs were asked for, and HIP sees 1"
     assert "hip backend reads 16-bit weights" in refusal(lambda: open_hip(model, dtype="fp32"))
     assert "choose --prefill kernel" in refusal(lambda: open_hip(model, prefill="library"))
 
@@ -378,7 +325,7 @@ def test_the_compilers_words(hip, model, monkeypatch):
 
 
 def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, tmp_path):
-    spec, gpu = Checkpoint.open(model).spec, HipBackend._find_gpu()[1]
+    spec, gpu = Checkpoint.open(model).spec, HipBackend._find_gpus()[0][1]
     monkeypatch.setattr(
         prebuild, "small_model", lambda spec: spec
     )  # of the test of stages, which is not run here
@@ -408,7 +355,7 @@ def test_doctor_explains(hip, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "  hip       ready\n" in said.replace("ready  ", "ready")
     assert "\nhip\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
-    assert "libamdhip64.so, 1 GPUs\n  compiler  clang++: " in said
+    assert "libamdhip64.so, 1 GPUs\n  peers     none: one GPU\n  compiler  clang++: " in said
     assert "hipcc: not found, hipRTC: not found\n" in said
     assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
     hip.gpus = 0

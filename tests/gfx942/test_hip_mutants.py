@@ -1,12 +1,13 @@
 """Mutants of the HIP kernel's machine code: one of each kind is caught here; `python -m tests.lib.gfx942.hip_mutants`
 tries all that any request executes. What none executes is named."""
 
+import json
 from collections import Counter
 
 import pytest
 
 from tests.lib.gfx942.hip_kernel import KERNEL
-from tests.lib.gfx942.hip_mutants import WALK, caught, idle, tried, unreached, walk
+from tests.lib.gfx942.hip_mutants import WALK, Record, caught, idle, main, tried, unreached, walk
 from tests.lib.gfx942.places import chains
 
 # What changed, and two functions that the instruction stands in: the first such mutant is to be caught.
@@ -51,3 +52,22 @@ def test_code_that_no_request_reaches_is_named():
         known = (name for name in reversed(names) if name in UNREACHED and name not in WALK)
         found["give_up" if "give_up" in names else next(known, "")] += 1
     assert {name: count for name, count in found.items() if count > UNREACHED.get(name, 0)} == {}
+
+
+def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    words = ["split", "--record", str(path), "--only", "narrower scope in find_place", "--jobs", "1"]
+    main([*words, "--seeds", "0"])
+    assert "0 tried, 0 survive, 0 left" in capsys.readouterr().out
+    main([*words, "--seeds", "24", "--minutes", "0"])  # one, and no more
+    assert "1 tried, 0 survive, " in capsys.readouterr().out
+    record = Record.open(path, "split")
+    (number,) = record.found
+    assert record.found[number]["seeds"] == 24 and record.found[number]["caught"]
+    assert record.left([int(number)], 99) == []
+    record.note(int(number), 3, "")
+    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [(int(number), 3)]
+    kept = json.loads(path.read_text()) | {"object": "another"}
+    path.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="is of split, object another: not this one"):
+        Record.open(path, "split")

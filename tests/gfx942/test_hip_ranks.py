@@ -3,7 +3,10 @@
 import functools
 
 import pytest
+import torch
 
+from kog_triton.backends.cuda.layout.names import STEPS
+from kog_triton.backends.request_words import encode_logits
 from kog_triton.model.spec import Head, Reduce
 from tests.lib.gfx942.executor import WEAK, Memory
 from tests.lib.gfx942.hip_kernel import INCLUDES
@@ -22,6 +25,7 @@ SPECS = {
     "laneformer": lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True),
 }
 BLOCKS = 4  # of a GPU
+LIMIT_NS = 4_000_000  # of the executor's clock: 400,000 instructions
 SLOW = pytest.mark.slow
 RUNS = [
     ("llama", 2, "greedy"),
@@ -66,3 +70,21 @@ def test_words_that_stay_on_their_gpu_are_seen(tmp_path):
     )
     tokens = reference_tokens(SPECS["llama"], ASKED["greedy"])
     assert "scope" in wrong(one, "greedy", tokens, CONDITIONS["adversarial"], 1)
+
+
+@pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
+@pytest.mark.parametrize("absent", [0, 1])
+def test_waits_for_a_rank_that_never_comes_expire(monkeypatch, conditions, absent):
+    """The other's record says for what it waited first, and the absent one is told that it need not wait either."""
+    one = walk("llama", 2)
+    monkeypatch.setattr(one, "absent", (absent,))
+    monkeypatch.setattr(one, "conditions", {"steps": 4_000_000} | conditions)
+    for seed in range(4):
+        for memory in one.ranks:
+            memory.words.zero_()
+            memory.error.zero_()
+        one.run(encode_logits(1), [3], seed, LIMIT_NS, torch.zeros(1, 50))
+        told, other = (one.ranks[r].error.tolist() for r in (1 - absent, absent))
+        flag, _, step, layer, _, seen, wanted, reported, _ = told
+        assert (flag, STEPS[step], layer, seen, wanted) == (1, "attention_out", 0, 0, 1) and reported
+        assert other == [0] * 8 + [1]

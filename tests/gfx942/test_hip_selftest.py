@@ -91,7 +91,7 @@ def stages(check, monkeypatch):
     """How many stages of a small model agree with the reference."""
     check()
     monkeypatch.setattr(HipBackend, "_gpu_here", lambda: ("AMD Instinct", "gfx942"))
-    monkeypatch.setattr(HipBackend, "_find_gpu", staticmethod(lambda: (CPU, GPU)))
+    monkeypatch.setattr(HipBackend, "_find_gpus", staticmethod(lambda count=1: [(CPU, GPU)]))
     return lambda spec: check_stages(HipBackend, small_model(spec, "fp16"), "an executor")
 
 

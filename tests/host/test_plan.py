@@ -115,7 +115,7 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
 def test_an_amd_plan_says_that_it_is_a_plain_one(plan):
     _, out, _ = plan("--shape", "laneformer-2b", "--device", "mi300x")
     rows = table(out)
-    assert "--backend hip shows the lowering of one AMD GPU" in out and "warps" not in out
+    assert "--backend hip shows the lowering of AMD GPUs" in out and "warps" not in out
     assert rows["qkv_proj"]["blocks"] == "32" and rows["lm_head"]["blocks"] == "256"
     assert int(rows["o_proj"]["rows/block"]) * 32 >= 3072
     assert "warps K x rows" in plan("--shape", "laneformer-2b")[1]
@@ -133,6 +133,16 @@ def test_the_hip_plan_is_its_lowering(plan):
     assert len(warps) == 5 and all(k * by == WARPS for k, by in map(split_warps, warps))
     read = sum(float(row["MB/token"]) for row in rows.values() if "MB/token" in row)
     assert read == pytest.approx(matrix_bytes(named_shape("laneformer-2b")) / 1e6, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first"), [("2", "blocks 0 to 31, lane 0\n"), ("8", "blocks 0 to 31, KV head 0\n")]
+)
+def test_the_hip_plan_of_several_gpus_places_the_blocks_of_one(plan, gpus, first):
+    words = ["--shape", "laneformer-2b", "--device", "mi300x", "--backend", "hip", "--gpus", gpus]
+    code, out, err = plan(*words)
+    assert (code, err) == (0, "") and f"on {gpus} x mi300x, one token" in out
+    assert f"on each XCD of GPU 0:\n  XCD 0 (IOD 0): {first}" in out
 
 
 def test_the_demo_is_the_default(plan):
@@ -165,7 +175,6 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
             4,
             "the hip backend is for AMD GPUs, and h200 is not: --device mi300x",
         ),
-        (["--backend", "hip", "--device", "mi300x", "--gpus", "2"], 4, "choose --gpus 1"),
         (
             ["--shape", "qwen3-8b", "--format", "mxfp4", "--backend", "hip", "--device", "mi300x"],
             4,

@@ -1,8 +1,8 @@
-"""A libamdhip64 whose GPU is the executor: a launch runs the code object that was loaded, as gfx942 machine code.
+"""A libamdhip64 whose GPUs are the executor's: a launch runs the code object that was loaded, as gfx942 machine code.
 
 The library is C, with the runtime's own prototypes, and lies where `ROCM_PATH` points: it is found, opened and called
 as AMD's would be. Each of its functions calls one of FakeHip's. Launches run in threads, one after another; what a
-kernel may touch are the tensors whose addresses its argument holds.
+kernel may touch are the tensors whose addresses its argument holds. Several GPUs are fake_hip_gpus.py's.
 """
 
 import ctypes
@@ -27,6 +27,12 @@ from tests.lib.gfx942.hip_kernel import LEAST
 # Parameters as hip_runtime_api.h declares them: handles are pointers.
 PROTOTYPES = {
     "hipGetDeviceCount": "int* count",
+    "hipGetDevice": "int* number",
+    "hipSetDevice": "int number",
+    "hipDeviceCanAccessPeer": "int* can, int number, int peer",
+    "hipDeviceEnablePeerAccess": "int peer, unsigned flags",
+    "hipExtMallocWithFlags": "void** p, unsigned long size, unsigned flags",
+    "hipFree": "void* p",
     "hipModuleLoadData": "void** module, const void* image",
     "hipModuleGetFunction": "void** function, void* module, const char* name",
     "hipModuleUnload": "void* module",
@@ -41,15 +47,20 @@ PROTOTYPES = {
 }
 ERRORS = {
     2: ("hipErrorOutOfMemory", "out of memory"),
+    1: ("hipErrorInvalidValue", "invalid argument"),
     100: ("hipErrorNoDevice", "no ROCm-capable device is detected"),
     200: ("hipErrorInvalidImage", "device kernel image is invalid"),
     209: ("hipErrorNoBinaryForGpu", "no kernel image is available for execution on the device"),
+    101: ("hipErrorInvalidDevice", "invalid device ordinal"),
+    400: ("hipErrorInvalidHandle", "invalid resource handle"),
     600: ("hipErrorNotReady", "device not ready"),
+    704: ("hipErrorPeerAccessAlreadyEnabled", "peer access is already enabled"),
     719: ("hipErrorLaunchFailure", "unspecified launch failure"),
     999: ("hipErrorUnknown", "unknown error"),
     720: ("hipErrorCooperativeLaunchTooLarge", "too many blocks in cooperative launch"),
 }
 INVALID_IMAGE, NO_BINARY, NOT_READY, LAUNCH_FAILURE, UNKNOWN = 200, 209, 600, 719, 999
+INVALID_DEVICE, INVALID_HANDLE = 101, 400
 ELF = b"\x7fELF"
 
 
@@ -60,7 +71,8 @@ def _names(parameters: str) -> list[str]:
 def _ctype(parameter: str) -> Any:
     if "*" in parameter:
         return ctypes.c_void_p
-    return ctypes.c_uint if "unsigned" in parameter else ctypes.c_int
+    kinds = {"unsigned long": ctypes.c_ulong, "unsigned": ctypes.c_uint}
+    return kinds.get(parameter.rpartition(" ")[0], ctypes.c_int)
 
 
 def _source() -> str:
@@ -88,7 +100,16 @@ def library() -> Path:
     return made_once([version_of("gcc"), _source().encode()], make)
 
 
+def by_address(tensors: Iterable[tuple[str, torch.Tensor]]) -> "Known":
+    return {t.data_ptr(): (name, t) for name, t in tensors if t.numel()}
+
+
 decoded = functools.lru_cache(16)(Kernel)  # to decode a kernel takes seconds
+
+
+# What the library calls. What an earlier test has left may be freed late: it finds the functions of a later one.
+HELD: dict[str, Any] = {}
+Known = dict[int, tuple[str, torch.Tensor]]  # by address, with what it is called
 
 
 class FakeHip:
@@ -111,9 +132,11 @@ class FakeHip:
         self._kernels: dict[int, Kernel] = {}
         self._queue: list[threading.Thread] = []
         self._events: dict[int, list[threading.Thread]] = {}
-        self._known: dict[str, torch.Tensor] = {}
-        self._vectors: dict[str, torch.Tensor] = {}  # of a stage alone
+        self._known: Known = {}
+        self._vectors: Known = {}  # of a stage alone
         self._number = 0
+        self._thread = threading.local()
+        self._loaded_on: dict[int, int] = {}  # the GPU of a module, of a function
 
     # ---- in the place of the library ----
 
@@ -121,11 +144,10 @@ class FakeHip:
         folder = library()
         monkeypatch.setenv("ROCM_PATH", str(folder))
         loaded = ctypes.CDLL(str(folder / "lib/libamdhip64.so"))
-        self._held = []
         for name, parameters in PROTOTYPES.items():
             kind = ctypes.CFUNCTYPE(ctypes.c_int, *map(_ctype, parameters.split(", ")))
             function = kind(self._answering(name))
-            self._held.append(function)
+            HELD[name] = function
             getattr(loaded, f"set_{name}")(function)
         pointers = Memory.pointers
 
@@ -137,7 +159,7 @@ class FakeHip:
 
         def begun(runner: StageRunner, *args: Any) -> None:
             begin(runner, *args)
-            self._vectors = {"x": runner.x, "out": runner.out}
+            self._vectors = by_address({"x": runner.x, "out": runner.out}.items())
 
         lay = selftest.argument
 
@@ -152,7 +174,11 @@ class FakeHip:
 
     def know(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Memory that the next launches may touch, by what it is called."""
-        self._known = self._vectors | {name: t for name, t in tensors if t.numel()}
+        self._known = self._vectors | by_address(tensors)
+
+    def forget(self) -> None:
+        """Hold no memory of launches that have ended."""
+        self._known, self._vectors = {}, {}
 
     def _answering(self, name: str) -> Callable[..., int]:
         def answer(*arguments: Any) -> int:
@@ -171,7 +197,22 @@ class FakeHip:
         ctypes.c_void_p.from_address(where).value = self._number
         return self._number
 
+    @property
+    def gpu(self) -> int:
+        """The calling thread's."""
+        return getattr(self._thread, "gpu", 0)
+
     # ---- the runtime ----
+
+    def hipGetDevice(self, number: int) -> int:
+        ctypes.c_int.from_address(number).value = self.gpu
+        return 0
+
+    def hipSetDevice(self, number: int) -> int:
+        if number >= self.gpus:
+            return INVALID_DEVICE
+        self._thread.gpu = number
+        return 0
 
     def hipGetDeviceCount(self, count: int) -> int:
         ctypes.c_int.from_address(count).value = self.gpus
@@ -187,12 +228,15 @@ class FakeHip:
         size = sections + int.from_bytes(head[58:60], "little") * int.from_bytes(
             head[60:62], "little"
         )
-        self._modules[self._new(module)] = CodeObject(ctypes.string_at(image, size))
+        number = self._new(module)
+        self._modules[number] = CodeObject(ctypes.string_at(image, size))
+        self._loaded_on[number] = self.gpu
         return 0
 
     def hipModuleGetFunction(self, function: int, module: int, name: int) -> int:
         kernel = decoded(self._modules[module], ctypes.string_at(name).decode())
-        self._kernels[self._new(function)] = kernel
+        number = self._new(function)
+        self._kernels[number], self._loaded_on[number] = kernel, self._loaded_on[module]
         return 0
 
     def hipModuleUnload(self, module: int) -> int:
@@ -210,26 +254,34 @@ class FakeHip:
         self, function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int,
         stream: int | None, arguments: int,
     ) -> int:  # fmt: skip
+        if self._loaded_on[function] != self.gpu:
+            return INVALID_HANDLE
         kernel = self._kernels[function]
         (one,) = [arg for arg in kernel.args if not arg[".value_kind"].startswith("hidden")]
         where = ctypes.c_void_p.from_address(arguments).value
         argument = ctypes.string_at(where, one[".size"])
-        launch = Launch([argument], (gx, gy, gz), (bx, by, bz))
+        return self._begin(kernel, Launch([argument], (gx, gy, gz), (bx, by, bz), self.gpu), shared)
+
+    def _begin(self, kernel: Kernel, launch: Launch, shared: int) -> int:
+        self._start(kernel, [launch], shared)
+        return 0
+
+    def _start(self, kernel: Kernel, launches: list[Launch], shared: int) -> None:
+        """Launches that run side by side, behind all that was started before."""
         self.launches += 1
         running = threading.Thread(
             target=self._run,
-            args=(kernel, launch, dict(self._known), shared, [*self._queue], self.launches),
+            args=(kernel, launches, dict(self._known), shared, [*self._queue], self.launches),
             daemon=True,
         )
         self._queue.append(running)
         running.start()
-        return 0
 
     def _run(
         self,
         kernel: Kernel,
-        launch: Launch,
-        tensors: dict[str, torch.Tensor],
+        launches: list[Launch],
+        known: Known,
         shared: int,
         before: list[threading.Thread],
         seed: int,
@@ -238,13 +290,20 @@ class FakeHip:
             earlier.join()
         self.meanwhile()
         buffers = [
-            Buffer(t, LEAST.get(name) == SYSTEM, self.least.get(name, 0))
-            for name, t in tensors.items()
+            Buffer(t, self.shared_with_others(name, t), self.least_scope(name, t))
+            for name, t in known.values()
         ]
         try:
-            kernel.run(launch, buffers, lds=shared, seed=seed, **self._conditions)
+            kernel.run(launches, buffers, lds=shared, seed=seed, **self._conditions)
         except RuntimeError as error:  # an access that faults on hardware too
             self.broken, self.why = LAUNCH_FAILURE, str(error)
+
+    def shared_with_others(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the host or another GPU sees the memory while a kernel runs."""
+        return LEAST.get(name) == SYSTEM
+
+    def least_scope(self, name: str, tensor: torch.Tensor) -> int:
+        return self.least.get(name, 0)
 
     def hipEventCreate(self, event: int) -> int:
         self._events[self._new(event)] = []

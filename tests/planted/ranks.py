@@ -185,4 +185,32 @@ FAULTS = (
         "host/test_rank_prefill.py",
         "no rank hears of the others' outputs",
     ),
+    Fault(
+        "backends/hip/peers.py",
+        "UNCACHED = 3",
+        "UNCACHED = 0",
+        "gfx942/test_hip_gpus.py",
+        "what AMD ranks tell each other stays in a GPU's cache",
+    ),
+    Fault(
+        "backends/hip/backend.py",
+        "            reach_all(count)\n",
+        "",
+        "gfx942/test_hip_gpus.py",
+        "AMD GPUs are not let reach each other",
+    ),
+    Fault(
+        "backends/hip/driver.py",
+        '    call(hip, "hipSetDevice", number)\n',
+        "",
+        "gfx942/test_hip_gpus.py",
+        "every AMD rank is launched on the first GPU",
+    ),
+    Fault(
+        "backends/hip/rank_selftest.hip",
+        "found.note(i / t.blocks, kTorn);",
+        "found.note(i / t.blocks, 0);",
+        "gfx942/test_hip_gpus.py",
+        "the self-test of several AMD GPUs takes any pair for what was sent",
+    ),
 )

@@ -1,6 +1,9 @@
 """Mutants of the HIP kernel's machine code: which requests run the changed instruction, and what shows the change.
 
-    python -m tests.lib.gfx942.hip_mutants CASE --out found.json [--tries 16] [--first 0]
+    python -m tests.lib.gfx942.hip_mutants CASE --record found.json [--seeds 16] [--only WORDS] [--minutes 30]
+
+tries every one that can differ, whose place (`place`) has the words, by as many runs; stops after so many minutes, and
+goes on from the record when it is called again, with more seeds for those that survive. A record is of one object.
 
 An instruction that no request executes has no mutant that could be caught: `unreached` names the functions that it
 stands in.
@@ -8,9 +11,11 @@ stands in.
 
 import argparse
 import json
+import math
 import multiprocessing
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -162,36 +167,91 @@ def _all(case: str) -> list[Mutant]:
     return list(tried(case))
 
 
-def main() -> None:
+@dataclass
+class Record:
+    """What was found of a case's mutants, by their numbers: `seeds` that were tried of each, `caught` by what or ""."""
+
+    path: Path
+    case: str
+    found: dict[str, dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path, case: str) -> "Record":
+        """ValueError for a record of another object, whose mutants are others."""
+        if not path.exists():
+            return cls(path, case, {})
+        kept = json.loads(path.read_text())
+        if (kept["case"], kept["object"]) != (case, cls.object_of(case)):
+            raise ValueError(
+                f"{path} is of {kept['case']}, object {kept['object'][:12]}: not this one"
+            )
+        return cls(path, case, kept["mutants"])
+
+    @staticmethod
+    def object_of(case: str) -> str:
+        return walk(case).kernel.code_object.sha256
+
+    def left(self, numbers: list[int], seeds: int) -> list[tuple[int, int]]:
+        """Which of these mutants are still to be tried, from which seed on."""
+        kept = [(n, self.found.get(str(n), {"seeds": 0, "caught": ""})) for n in numbers]
+        return [(n, one["seeds"]) for n, one in kept if not one["caught"] and one["seeds"] < seeds]
+
+    def note(self, number: int, seeds: int, what: str) -> None:
+        place_of = place(self.case, _all(self.case)[number])
+        self.found[str(number)] = {"place": place_of, "seeds": seeds, "caught": what}
+
+    def write(self) -> None:
+        """By a file beside it: what is interrupted leaves the last one."""
+        kept = {"case": self.case, "object": self.object_of(self.case), "mutants": self.found}
+        beside = self.path.with_suffix(".new")
+        beside.write_text(json.dumps(kept, indent=1))
+        beside.replace(self.path)
+
+    def survivors(self) -> Counter[str]:
+        return Counter(one["place"] for one in self.found.values() if not one["caught"])
+
+
+def try_all(record: Record, seeds: int, only: str, minutes: float, jobs: int) -> int:
+    """How many mutants are left to be tried."""
+    case, made = record.case, _all(record.case)
+    can_differ = [n for n, m in enumerate(made) if only in place(case, m) and not idle(case, m)]
+    left = record.left(can_differ, seeds)
+    # what is found of some is like what would be found of all
+    left.sort(key=lambda one: one[0] * 7919 % 1009)
+    print(
+        f"{case}: {len(made)} reached, {len(can_differ)} can differ, {len(left)} to be tried",
+        flush=True,
+    )
+    end = time.monotonic() + 60 * minutes
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        work = ((case, n, seeds - first, first) for n, first in left)
+        done = 0
+        for number, what in pool.imap_unordered(_job, work):
+            record.note(number, seeds, what)
+            done += 1
+            over = time.monotonic() > end
+            if done % 10 == 0 or done == len(left) or over:
+                record.write()
+            if over:
+                break
+    return len(left) - done
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.lib.gfx942.hip_mutants")
     parser.add_argument("case", choices=REQUESTS)
-    parser.add_argument("--tries", type=int, default=16)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--first", type=int, default=0, help="of the seeds")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="what was found; goes on with what it holds"
-    )
-    args = parser.parse_args()
-    made = _all(args.case)
-    found: dict[str, str] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    left = [n for n, m in enumerate(made) if not idle(args.case, m)]
-    total, left = len(left), [n for n in left if not found.get(str(n))]
-    if args.first == 0:
-        left = [n for n in left if str(n) not in found]
-    left.sort(
-        key=lambda n: n * 7919 % 1009
-    )  # what is found of some is like what would be found of all
-    print(
-        f"{args.case}: {len(made)} reached, {total} can differ, {len(left)} to be tried", flush=True
-    )
-    with multiprocessing.get_context("fork").Pool(args.jobs) as pool:
-        jobs = ((args.case, n, args.tries, args.first) for n in left)
-        for done, (number, what) in enumerate(pool.imap_unordered(_job, jobs), 1):
-            found[str(number)] = what
-            if done % 20 == 0 or done == len(left):
-                args.out.write_text(json.dumps(found, indent=1))
-                survive = [place(args.case, made[int(n)]) for n, why in found.items() if not why]
-                print(len(found), len(survive), Counter(survive).most_common(3), flush=True)
+    parser.add_argument("--record", type=Path, required=True, help="kept here, and gone on with")
+    parser.add_argument("--seeds", type=int, default=16, help="runs of a mutant (default: 16)")
+    parser.add_argument("--only", default="", help="mutants whose place has these words")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="to go on at most")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    args = parser.parse_args(argv)
+    record = Record.open(args.record, args.case)
+    left = try_all(record, args.seeds, args.only, args.minutes, args.jobs)
+    survivors = record.survivors()
+    print(f"{len(record.found)} tried, {survivors.total()} survive, {left} left")
+    for what, count in survivors.most_common():
+        print(f"  {count} x {what}")
 
 
 if __name__ == "__main__":

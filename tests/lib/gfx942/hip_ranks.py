@@ -30,7 +30,9 @@ SHARED = LEAST | {"words": SYSTEM, "error": SYSTEM}
 
 
 class HipRankWalk(HipWalk):
-    """One model on `ranks` GPUs; `memory` is the first one's, which tells the host."""
+    """One model on `ranks` GPUs; `memory` is the first one's, which tells the host. Ranks in `absent` never come."""
+
+    absent: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class HipRankWalk(HipWalk):
                 r,
             )
             for r in range(len(self.ranks))
+            if r not in self.absent
         ]
         tensors = {
             t.data_ptr(): (name, t)
