@@ -56,7 +56,15 @@ def test_code_that_no_request_reaches_is_named():
 
 def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
     path = tmp_path / "found.json"
-    words = ["split", "--record", str(path), "--only", "narrower scope in find_place", "--jobs", "1"]
+    words = [
+        "split",
+        "--record",
+        str(path),
+        "--only",
+        "narrower scope in find_place",
+        "--jobs",
+        "1",
+    ]
     main([*words, "--seeds", "0"])
     assert "0 tried, 0 survive, 0 left" in capsys.readouterr().out
     main([*words, "--seeds", "24", "--minutes", "0"])  # one, and no more
@@ -66,7 +74,9 @@ def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
     assert record.found[number]["seeds"] == 24 and record.found[number]["caught"]
     assert record.left([int(number)], 99) == []
     record.note(int(number), 3, "")
-    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [(int(number), 3)]
+    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [
+        (int(number), 3)
+    ]
     kept = json.loads(path.read_text()) | {"object": "another"}
     path.write_text(json.dumps(kept))
     with pytest.raises(ValueError, match="is of split, object another: not this one"):

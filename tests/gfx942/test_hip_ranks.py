@@ -86,5 +86,11 @@ def test_waits_for_a_rank_that_never_comes_expire(monkeypatch, conditions, absen
         one.run(encode_logits(1), [3], seed, LIMIT_NS, torch.zeros(1, 50))
         told, other = (one.ranks[r].error.tolist() for r in (1 - absent, absent))
         flag, _, step, layer, _, seen, wanted, reported, _ = told
-        assert (flag, STEPS[step], layer, seen, wanted) == (1, "attention_out", 0, 0, 1) and reported
+        assert (flag, STEPS[step], layer, seen, wanted) == (
+            1,
+            "attention_out",
+            0,
+            0,
+            1,
+        ) and reported
         assert other == [0] * 8 + [1]
