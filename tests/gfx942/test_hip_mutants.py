@@ -20,8 +20,13 @@ KINDS = [
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip
-# Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire cannot
-# be run (docs/HIP.md); others are rare branches of what the requests do run.
+# Words of two GPUs: who stores them into the other's memory, and who waits for them there.
+RANK_KINDS = [
+    ("of a narrower scope", "push", "store_relaxed"),
+    ("of a narrower scope", "join_attention_out", "poll_until"),
+]
+# Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire run in
+# test_hip_ranks.py; others are rare branches of what the requests do run.
 UNREACHED = {
     "give_up": 900, "tell_best": 240, "attention": 220, "find_peaks": 170, "cut_depth": 170, "edit_logits": 120,
     "outcome_of": 110, "block_of": 90, "publish_best": 90, "draw": 60, "check_argmax": 50, "gather_candidates": 20,
@@ -30,12 +35,12 @@ UNREACHED = {
 }  # fmt: skip
 
 
-def of_kind(what: str, *functions: str):
-    places = chains(walk("split").kernel.code_object, KERNEL)
-    for mutant in tried("split"):
+def of_kind(what: str, *functions: str, case: str = "split"):
+    places = chains(walk(case).kernel.code_object, KERNEL)
+    for mutant in tried(case):
         names = [name.partition("<")[0] for name in places[mutant.index]]
         there = mutant.what.endswith(what) and all(function in names for function in functions)
-        if there and not idle("split", mutant):
+        if there and not idle(case, mutant):
             yield mutant
 
 
@@ -43,6 +48,12 @@ def of_kind(what: str, *functions: str):
 def test_a_mutant_of_each_kind_is_caught(kind):
     mutant = next(of_kind(*kind))
     assert caught("split", mutant, 24), mutant.named()
+
+
+@pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))
+def test_a_mutant_of_several_gpus_is_caught(kind):
+    mutant = next(of_kind(*kind, case="ranks"))
+    assert caught("ranks", mutant, 8), mutant.named()
 
 
 def test_code_that_no_request_reaches_is_named():

@@ -23,15 +23,19 @@ from typing import Any
 
 import numpy as np
 
+from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
 from tests.lib.gfx942 import hip_requests
 from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_kernel import KERNEL, HipWalk
+from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.litmus import MAPS, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.triton_cases import plain
 
 MORE = {
     "logprobs": Asked(SamplingParams(temperature=0.8, seed=3, logprobs=3)),
@@ -40,8 +44,10 @@ MORE = {
 REQUESTS = {
     "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
+    "ranks": ("greedy", "sampled"),  # of two GPUs
 }
 WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
+RANKS = plain(2)
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
 CALM = {"memory": Memory(adversarial=True)}
 
@@ -58,7 +64,19 @@ class Seen:
 
 
 def walk(case: str) -> HipWalk:
+    if case == "ranks":
+        return _ranks_walk()
     return hip_requests.split_walk() if case == "split" else hip_requests.walk(case)
+
+
+@cache
+def _ranks_walk() -> HipRankWalk:
+    return HipRankWalk(RANKS, ArrayWeights(RANKS), 2, 4)
+
+
+def _spec(case: str) -> ModelSpec:
+    own = {"split": hip_requests.SPLIT, "ranks": RANKS}
+    return own[case] if case in own else CASES[case].spec
 
 
 def asked(name: str) -> Asked:
@@ -78,8 +96,7 @@ def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
     one = walk(case)
-    spec = hip_requests.SPLIT if case == "split" else CASES[case].spec
-    tokens = reference_tokens(spec, asked(name))
+    tokens = reference_tokens(_spec(case), asked(name))
     made, told = run(one, name, {"steps": hip_requests.MOST_STEPS} | CALM, 1)
     assert made == (tokens, hip_requests.FINISHED), (case, name, made, tokens)
     last = one.last
