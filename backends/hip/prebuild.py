@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kog_triton.backends.cuda.jit import compile_cubin
+from kog_triton.backends.cuda.layout.columns import (
+    COUNTS,
+    POSITIONS,
+    layout_of_chunks,
+    layouts_of_slots,
+)
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.hip import rank_selftest, selftest, toolchain
+from kog_triton.backends.hip.column_layout import lay_out_columns
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.objects import file_of
 from kog_triton.model.small import CONTEXT, small_model
@@ -30,6 +38,17 @@ def sources(
         yield header, "decode.hip"
         if one is not spec:
             yield header, "stage.hip"
+    if num_gpus == 1:
+        for layout in column_layouts(spec, gpu, max_context):
+            yield render(layout), "columns.hip"
+
+
+def column_layouts(spec: ModelSpec, gpu: Gpu, max_context: int) -> list[Layout]:
+    """Of prompts in chunks, and of all counts of requests that may share a step."""
+    lowering = lower_hip(build(spec), gpu)
+    chunks = layout_of_chunks(lowering, max_context, POSITIONS, lay_out_columns)
+    columns = layouts_of_slots(lowering, max_context, COUNTS, COUNTS[-1], lay_out_columns)
+    return [*([chunks] if chunks else []), *columns.values()]
 
 
 def prebuild(

@@ -14,6 +14,7 @@ import pytest
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
+from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.hip import column_layout, objects, prebuild, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
@@ -169,6 +170,8 @@ def test_requests_share_steps(hip, model, expected, monkeypatch):
         made = ids(llm.generate(PROMPTS, params))
         (columns,) = backend.columns.kernels
         assert (columns.layout.columns, hip.launches - before) == (2, 2)
+        prebuilt = prebuild.column_layouts(backend.spec, backend.gpu, backend.max_context)
+        assert render(columns.layout) in map(render, prebuilt)
     assert made == [expected(p, q)[0] for p, q in zip(PROMPTS, params, strict=True)]
 
 
@@ -329,6 +332,7 @@ def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, t
     monkeypatch.setattr(
         prebuild, "small_model", lambda spec: spec
     )  # of the test of stages, which is not run here
+    monkeypatch.setattr(prebuild, "column_layouts", lambda *_: [])
     made = prebuild.prebuild(tmp_path / "objects", spec, gpu)
     assert {path.name.partition("-")[0] for path in made} == {"selftest", "decode"}
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))

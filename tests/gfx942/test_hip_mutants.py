@@ -25,8 +25,8 @@ RANK_KINDS = [
     ("of a narrower scope", "push", "store_relaxed"),
     ("of a narrower scope", "join_attention_out", "poll_until"),
 ]
-# Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire cannot
-# be run (docs/HIP.md); others are rare branches of what the requests do run.
+# Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire run in
+# test_hip_ranks.py; others are rare branches of what the requests do run.
 UNREACHED = {
     "give_up": 900, "tell_best": 240, "attention": 220, "find_peaks": 170, "cut_depth": 170, "edit_logits": 120,
     "outcome_of": 110, "block_of": 90, "publish_best": 90, "draw": 60, "check_argmax": 50, "gather_candidates": 20,

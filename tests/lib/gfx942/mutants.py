@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tests.lib.gfx942.executor import Kernel
 
@@ -13,14 +14,26 @@ FENCES = ("BUFFER_WBL2", "BUFFER_INV")
 
 @dataclass(frozen=True)
 class Mutant:
-    kernel: Kernel
-    at: int  # byte of the instruction that changed
+    """Of `original`: the instructions `changed` are `operation` instead, with these fields."""
+
+    original: Kernel
+    changed: list[int]
+    operation: str
+    fields: dict[str, Any]
+    at: int  # byte of the first of them
     index: int
     what: str
 
+    @property
+    def kernel(self) -> Kernel:
+        """Made when it is asked for: all of a large kernel's take gigabytes."""
+        other = self.original.copy()
+        other.replace(self.changed, self.operation, **self.fields)
+        return other
+
     def named(self) -> str:
         """What changed, and the operation behind it: the same whichever compiler made it."""
-        names = self.kernel.mnemonics()
+        names = self.original.mnemonics()
         following = next(
             name for name in names[self.index + 1 :] if name not in ("S_WAITCNT", "S_NOP")
         )
@@ -71,9 +84,7 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
             weaker = {"scope": 2 if scope == 3 and "ATOMIC" not in name else scope & 1}
             changes.append((f"{name.lower()} of a narrower scope", name, weaker))
         for what, operation, fields in changes:
-            other = kernel.copy()
-            other.replace(run, operation, **fields)
-            yield Mutant(other, int(record["at"]), index, what)
+            yield Mutant(kernel, run, operation, fields, int(record["at"]), index, what)
 
 
 def caught(kernel: Kernel, wrong: Callable[[Kernel, int], str], seeds: int = TRIED) -> str:

@@ -46,7 +46,9 @@ struct Ahead {
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) {
 #pragma unroll
     for (int i = kFirst; i < kLast; i++)
-      w[i] = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(b.group_index, layer) ? ring.template take<Stage::kFragmentRows>(b) : uint4{};
+      w[i] = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(b.group_index, layer)
+                 ? ring.template take<Stage::kFragmentRows>(b)
+                 : uint4{};
   }
 };
 struct NothingAhead {

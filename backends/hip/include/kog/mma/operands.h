@@ -8,8 +8,8 @@
 //   wide     [token][high, low]: x * gain as two 16-bit parts, as in CUDA's kernels
 //   narrow   [token]: what came as 16-bit words, which carry their factor
 //
-// In scratch (wide) they are [8 values of K][token][high, low], in memory (narrow) [step][8 values][token][set]. Threads
-// without a column repeat another's.
+// In scratch (wide) they are [8 values of K][token][high, low], in memory (narrow) [step][8 values][token][set].
+// Threads without a column repeat another's.
 #pragma once
 #include <kog/plain.h>
 
