@@ -38,6 +38,8 @@ CONDITIONS = {
 # brings: fragments of four rows, and a unit of more fragments than are on their way at once.
 SPECS = {name: case.spec for name, case in CASES.items()} | {
     "split": SPLIT,
+    # Of layers that split, each second one: the phase of a split's words is the same in all of them.
+    "windows": SPLIT.replace(windows=(4, 0)),
     "four rows": plain(2, hidden_size=36, intermediate_size=2048),
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
 }
@@ -50,6 +52,7 @@ SHARED = {
     "qwen3": ("greedy", "edits"),
     "laneformer": ("sampled", "rules"),
     "split": ("edits", "sampled"),
+    "windows": ("edits", "sampled"),
     "four rows": ("greedy", "sampled", "rules", "edits"),
     "a long K": ("greedy", "sampled"),
 }
@@ -72,7 +75,7 @@ def columns(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipColumns:
 
 @cache
 def made(case: str, includes: tuple[Path, ...]) -> HipColumns:
-    spec, lengths = spec_of(case), SPLITS if case == "split" else {}
+    spec, lengths = spec_of(case), SPLITS if case in ("split", "windows") else {}
     count = max(2, len(SHARED[case]))
     return HipColumns(
         spec, ArrayWeights(spec), count, BLOCKS.get(case, 8), includes=includes, **lengths

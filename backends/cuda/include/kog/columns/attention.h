@@ -18,6 +18,7 @@ KOG_DEVICE int split_flag(const Block& b, int column, int head, int split) {
 // By all warps: the words of one of many splits are there. Their phases do not keep step, only the flag says
 // that they are there: publish_block of docs/SYNC.md.
 KOG_DEVICE void finish_split(Block& b) {
+  drain_stores();  // each warp its own: a barrier alone does not wait for them on AMD
   sync_consumers();
   Span span = take_kv_task(b);
   u32 epoch = epoch_of(iteration_of(b));

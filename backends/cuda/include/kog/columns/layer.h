@@ -165,6 +165,7 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
 }
 
 KOG_DEVICE void down_proj(Block& b) {
+  if (b.layer == kLayers - 1) drain_stores();  // rows of the cache, ahead of the barriers before put_stream
   end_module<MlpModule>(b, Point::kDownProjInput, [&](Operands<DownProj>& operands) {
     int iteration = iteration_of(b);
     operands.find_in_memory(b, lane_words<MlpWords>(b));
