@@ -16,7 +16,7 @@ from kog_triton.backends import (
 )
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import ModelSpec
-from kog_triton.schedule.topology import GPUS, VENDORS, find_gpu
+from kog_triton.schedule.topology import GPUS, check_device, find_gpu
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ def serves(backend: type[Backend], device: str) -> bool:
 
 
 def _fastest(device: str, spec: ModelSpec | None) -> Choice:
-    if device not in ("", "cpu", *VENDORS):
-        find_gpu(device)  # DeviceError for a name that nobody knows
+    check_device(device)
     passed_over: list[str] = []
     lacking = ""
     for name in ranked():

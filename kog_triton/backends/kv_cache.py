@@ -31,7 +31,9 @@ class KVCache:
     def reserve(self, slot: int, positions: int) -> None:
         """Make room for positions 0 .. positions - 1 in a slot; RequestError beyond `limit`."""
         layers = self._data[slot]
-        had = layers[0].shape[3]
+        had = layers[-1].shape[
+            3
+        ]  # the last one grows last: the others may have grown before memory ran out
         if positions <= had:
             return
         if positions > self._limit:
@@ -39,7 +41,7 @@ class KVCache:
         size = min(max(positions, 2 * had, 256), self._limit)
         for layer, old in enumerate(layers):
             layers[layer] = old.new_zeros(*old.shape[:3], size, old.shape[4])
-            layers[layer][..., :had, :] = old
+            layers[layer][..., :had, :] = old[..., :had, :]
 
     def append(
         self, layer: int, slot: int, start: int, k: Tensor, v: Tensor

@@ -28,7 +28,7 @@ from kog_triton.schedule.lowering import Partition, default_partition
 from kog_triton.schedule.rope import rope_table
 from kog_triton.schedule.schedule import Epilogue, Op, Prologue, Schedule, Stage, build
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
-from kog_triton.schedule.topology import GPUS, VENDORS
+from kog_triton.schedule.topology import VENDORS, check_device
 
 Tensor = torch.Tensor
 CHUNK = 256  # prompt tokens of one pass: bounds the score matrix at CHUNK x context a head
@@ -326,8 +326,7 @@ def _device(name: str) -> torch.device:
     """The torch device behind `--device`: a CPU unless the caller names a GPU, which must be there."""
     if name in ("", "cpu"):
         return torch.device("cpu")
-    if name not in (*VENDORS, *GPUS):
-        raise DeviceError(f"no device {name!r}: have cpu, {', '.join((*VENDORS, *GPUS))}")
+    check_device(name)
     if not torch.cuda.is_available():
         raise DeviceError(
             f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU"

@@ -18,7 +18,6 @@ from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.model.weight_format import FORMATS
-from kog_triton.schedule.topology import VENDORS, find_gpu
 
 SEED = 0  # of weights and of prompts
 
@@ -103,8 +102,7 @@ def find_device(name: str) -> tuple[torch.device, str]:
 
     `name` is what was asked for, as --device says; DeviceError if there is no such device, or not here.
     """
-    if name not in ("", "cpu", *VENDORS):
-        find_gpu(name)
+    check_device(name)
     if name == "cpu" or (not name and not torch.cuda.is_available()):
         return torch.device("cpu"), name
     if not torch.cuda.is_available():

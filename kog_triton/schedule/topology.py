@@ -148,6 +148,12 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
+def check_device(name: str) -> None:
+    """DeviceError unless it is "" for any, "cpu", a vendor or the short name of a GPU."""
+    if name not in ("", "cpu", *VENDORS, *GPUS):
+        raise DeviceError(f"no device {name!r}: have cpu, {', '.join((*VENDORS, *GPUS))}")
+
+
 def describe(seen: Seen) -> Gpu:
     """A GPU by what its driver says. Of its row come the name and what no driver says: the bandwidth of the
     datasheet, the blocks that were found best, dies, and whether this project ran on it; of one with another number of

@@ -52,7 +52,7 @@ async def read_chat(
     name, forced = _choice(body, tools)
     if body.tool_choice == "none":
         tools = ()
-    if tools and not model.knows_tools:
+    if tools and model.tokenizer.chat_templates and not model.knows_tools:
         raise Problem(
             400,
             "the model's chat template knows no tools: leave tools out, or start the server with --chat-template",

@@ -274,7 +274,7 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--depth", "2000"], 2, "do not fit the 1024 of demo"),
         (["decode", "--no-kernel-switches"], 2, "there is none in use"),
         (["decode", "--device", "h200"], 4, "torch sees no GPU"),
-        (["decode", "--device", "h2000"], 4, "no GPU named 'h2000'"),
+        (["decode", "--device", "h2000"], 4, "no device 'h2000'"),
         (["decode", "--backend", "triton"], 4, "torch sees no GPU"),
         (["decode", "--save", "../up", *FEW], 2, "--save ../up: a name of a-z"),
         (["decode", "--save", "", *FEW], 2, "a name of a-z"),

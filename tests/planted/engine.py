@@ -42,7 +42,7 @@ FAULTS = (
     ),
     Fault(
         "backends/kv_cache.py",
-        "layers[layer][..., :had, :] = old",
+        "layers[layer][..., :had, :] = old[..., :had, :]",
         "pass",
         "host/test_families.py",
         "a cache that grows forgets",

@@ -515,7 +515,8 @@ def test_tools_that_cannot_reach_the_model_are_refused():
     """An agent would wait for calls of tools that the model was never told of."""
 
     def asked(template, parser="auto", **fields):
-        tokenizer = SimpleNamespace(chat_templates={"default": template})
+        templates = {} if template is None else {"default": template}
+        tokenizer = SimpleNamespace(chat_templates=templates)
         model = ServedModel(None, tokenizer, ("m",), parser)
         body = {"messages": [{"role": "user", "content": "x"}], **fields}
         coroutine = read_chat(SimpleNamespace(model=model), ChatBody.model_validate(body), "")
@@ -527,6 +528,7 @@ def test_tools_that_cannot_reach_the_model_are_refused():
 
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     assert asked("{{ messages }}", **tools).startswith("the model's chat template knows no tools")
+    assert "knows no tools" not in asked(None, **tools)  # without a template no words help
     assert asked("{{ messages }}", **tools, tool_choice="none") == ""
     assert asked("{{ messages }}", tools=[{"type": "web_search"}]) == ""
     assert asked("{{ messages }}", "hermes", **tools) == asked("{{ tools }}", **tools) == ""

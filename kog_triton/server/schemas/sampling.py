@@ -27,13 +27,13 @@ WITHOUT_EFFECT = frozenset(
 # Other servers' fields that would change an answer here, if they were there: refused by name.
 SHAPES = frozenset(
     {
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("grammar", "json_schema"),
     }
 )
 REFUSED = SHAPES | frozenset(
     {
-        *("use_beam_search", "length_penalty", "prompt_embeds"),
+        *("use_beam_search", "length_penalty", "prompt_embeds", "structural_tag"),
         *("truncate_prompt_tokens", "logits_processors", "bad_words_ids", "typical_p", "mirostat"),
         *("dry_multiplier", "xtc_probability", "top_a", "tfs_z", "documents", "prompt_logprobs"),
     }
