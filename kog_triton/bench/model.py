@@ -18,6 +18,7 @@ from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DTYPES, DType
 from kog_triton.model.weight_format import FORMATS
+from kog_triton.schedule.topology import check_device
 
 SEED = 0  # of weights and of prompts
 
