@@ -175,9 +175,6 @@ class PushedExchange:
                 with on_device(device):
                     act(end)
 
-    def clear(self) -> None:
-        """Of a pass that was called off the next one's `begin` queues the end: this may be any thread."""
-
     def gave_up(self) -> str:
         """What the last pass has waited for in vain; waits for GPUs. "" if all came."""
         for rank, memory in enumerate(self._memory):

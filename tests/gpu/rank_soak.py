@@ -4,20 +4,21 @@
 slots get prompts of one token to hundreds (a token at a time, in chunks, in a pass of short ones, by the library),
 greedy, drawn and masked, that share steps as they come and go. Meanwhile, at random: cancels, yields with other work
 between, a rank's launches held up by up to MOST_DELAY_MS, the backend's thread held up, and copies that keep memory and
-NVLink busy.
+NVLink busy. Half of the cancels come at a token, the others at a moment up to CANCEL_S behind the post: inside prompts.
 
 What is asked: each answer is what its request says alone, or begins so if it was cancelled; nothing is silent for
-HANG_S; of MEMORY_S and more, behind a warm-up, a fifth of the time, GPUs' memory does not grow, and the host's by
-MOST_MIB_A_MINUTE at most.
+HANG_S; of the long one some prompt is cancelled between two of its slices; of MEMORY_S and more, behind a warm-up, a
+fifth of the time, GPUs' memory does not grow, and the host's by MOST_MIB_A_MINUTE at most.
 
-Of an answer that differs it keeps how its prompt ran and what ran meanwhile (tests/lib/soak_record.py), and asks again:
-alone, beside others, and how near the two tokens' logits are. `--phases SECONDS` soaks each of PHASES for so long: by
-passes that kernels bring together or by copies, with graphs and without, with cached prefixes and without; what
-requests say alone by one way and by another is compared, too.
+Of an answer that differs it keeps how its prompt ran and what ran meanwhile (tests/lib/soak_record.py). When that is
+told it asks again: alone, beside others, and how near the two tokens' logits are. `--phases SECONDS` soaks each of
+PHASES for so long: by passes that kernels bring together or by copies, with graphs and without, with cached prefixes
+and without; what requests say alone by one way and by another is compared, too.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,16 @@ import numpy as np
 import torch
 
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.sampling import SamplingParams
 from tests.lib.soak_record import Difference, Tally, Ways, named
+from tests.lib.soak_requests import Asked, Hung, begun, further_requests, requests_of
 
 SECONDS, HANG_S, WARM_UP = 300.0, 20.0, 0.2
 MOST_DELAY_MS, CYCLES_A_MS = 2.0, 1_900_000
 MOST_MIB_A_MINUTE, MOST_GPU_MIB = 2.0, 2.0
 MEMORY_S = 120.0  # of a soak that is asked for it
+CANCEL_S = 0.03
 CANCELS, YIELDS, HOST_DELAYS = 0.2, 0.02, 0.01  # of requests; of rounds; of tokens
 LENGTHS, COUNTS = (1, 2, 7, 20, 60, 180, 300, 900), (1, 9, 40, 150)
-MORE = (5, 70, 350)  # tokens of a further turn behind an answer
 FOLLOWS = 0.4  # of slots that hold an answer with a further turn
 MOST_ASKED, TRIES = 6, 4  # differing answers that are asked again; beside others, how often
 SLOTS, ROOM = 8, 1152
@@ -54,6 +56,7 @@ class Found:
     seconds: float = 0.0
     requests: int = 0
     cancelled: int = 0
+    inside: int = 0  # of these: some slices of the prompt had run, and others were to follow
     tokens: int = 0
     yields: int = 0
     most_at_once: int = 0
@@ -63,87 +66,37 @@ class Found:
     first_fault: str = ""
     gpu_mib: tuple[float, ...] = ()  # that each GPU's memory grew by behind the warm-up
     host_mib_a_minute: float = 0.0
+    wants_inside: bool = False
 
     @property
     def holds(self) -> bool:
         faults = self.hangs + self.differences + self.errors
         grew = max(self.gpu_mib, default=0.0) > MOST_GPU_MIB
-        return not faults and not grew and self.host_mib_a_minute <= MOST_MIB_A_MINUTE
+        missed = self.wants_inside and not self.inside
+        return (
+            not faults and not grew and not missed and self.host_mib_a_minute <= MOST_MIB_A_MINUTE
+        )
 
     def line(self, title: str) -> str:
         grown = "/".join(f"{mib:+.1f}" for mib in self.gpu_mib) or "-"
         out = (
             f"soak {'holds' if self.holds else 'FAILED'}: {title}, {self.seconds:.0f} s, {self.requests} requests "
-            f"({self.cancelled} cancelled, up to {self.most_at_once} at once), {self.tokens} tokens, {self.yields} "
-            f"yields, {self.hangs} hangs, {self.differences} differences, {self.errors} errors, memory {grown} MiB of "
-            f"GPUs, {self.host_mib_a_minute:+.2f} MiB a minute of the host"
+            f"({self.cancelled} cancelled, {self.inside} of them inside a prompt, up to {self.most_at_once} at once), "
+            f"{self.tokens} tokens, {self.yields} yields, {self.hangs} hangs, {self.differences} differences, "
+            f"{self.errors} errors, memory {grown} MiB of GPUs, {self.host_mib_a_minute:+.2f} MiB a minute of the host"
         )
         return out + (f"; first fault: {self.first_fault}" if self.first_fault else "")
 
 
-def even(vocab: int) -> np.ndarray:
-    """A mask that allows every other id."""
-    return np.full(-(-vocab // 32), 0x55555555, np.uint32)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request, and what kind it is. `after`: that one's number whose prompt and answer the slot must hold."""
-
-    request: Request
-    kind: str
-    after: int = -1
-
-    @property
-    def name(self) -> str:
-        return named(self.kind, len(self.request.prompt), self.request.cached)
-
-
-def requests_of(
-    vocab: int, room: int, lengths: tuple[int, ...], counts: tuple[int, ...]
-) -> list[Asked]:
-    """Of all lengths and kinds; each may be asked in any slot."""
-    draws, out = np.random.default_rng(0), []
-    mask = even(vocab)
-    for i, length in enumerate(lengths):
-        for j, count in enumerate(counts):
-            if length + count > room:
-                continue
-            kind = ("greedy", "drawn", "masked", "greedy")[(i + j) % 4]
-            params = SamplingParams(temperature=0)
-            if kind == "drawn":
-                params = SamplingParams(temperature=1.0, top_p=0.9, seed=7 * i + j)
-            prompt = tuple(draws.integers(0, vocab, length).tolist())
-            masked = (lambda output: mask) if kind == "masked" else None
-            request = Request(0, prompt, params, params.seed or 0, count, mask=masked)
-            out.append(Asked(request, kind))
-    return out
-
-
-def further_requests(
-    asked: list[Asked], expected: list[list[int]], vocab: int, room: int
-) -> list[Asked]:
-    """Behind greedy answers: the conversation so far, of which the slot holds all but the last token, and more."""
-    draws, out = np.random.default_rng(1), []
-    for i, (one, said) in enumerate(zip(asked, expected, strict=True)):
-        before = one.request
-        more = MORE[i % len(MORE)]
-        held = len(before.prompt) + len(said) - 1
-        if one.kind != "greedy" or held + 1 + more + 9 > room:
-            continue
-        prompt = (*before.prompt, *said, *draws.integers(0, vocab, more).tolist())
-        request = replace(before, prompt=prompt, cached=held, max_tokens=9)
-        out.append(Asked(request, "further", i))
-    return out
-
-
 @dataclass
 class Going:
-    """A request that was posted. `heard`: when its last token came; `beside`: those that ran meanwhile."""
+    """A request that was posted. `cancel`: behind so many tokens, or at the moment `cancel_at`; `heard`: when its last
+    token came; `beside`: those that ran meanwhile."""
 
     which: int
     tokens: list[int]
-    cancel: int
+    cancel: float
+    cancel_at: float
     heard: float
     beside: set[str]
     yields: int
@@ -160,12 +113,10 @@ class Soak:
         self.found, self._dice = Found(), random.Random(seed)
         self.ways, self.tally = Ways(), Tally()
         self.expected: list[list[int]] = []
-        for one in self.asked:
-            self._expect(one)
-        if room:
-            for one in further_requests(asked, self.expected, backend.spec.vocab_size, room):
-                self.asked.append(one)
-                self._expect(one)
+        try:
+            self._expect(room)
+        except Hung as error:
+            self._fault("hangs", f"a request alone: {error}")
         self._further = {one.after: which for which, one in enumerate(self.asked) if one.after >= 0}
         self._base = [which for which, one in enumerate(self.asked) if one.after < 0]
         self._holds: dict[int, int] = {}  # by slot: whose prompt and answer
@@ -182,7 +133,16 @@ class Soak:
         self._running: dict[int, Going] = {}
         self._idle, self._done, self._broke = threading.Event(), False, ""
 
-    def _expect(self, one: Asked) -> None:
+    def _expect(self, room: int) -> None:
+        for one in self.asked:
+            self._expect_of(one)
+        if room:
+            vocab = self.backend.spec.vocab_size
+            for one in further_requests([*self.asked], self.expected, vocab, room):
+                self.asked.append(one)
+                self._expect_of(one)
+
+    def _expect_of(self, one: Asked) -> None:
         tokens = self._alone(one)
         assert len(tokens) == one.request.max_tokens and self._alone(one) == tokens, one.name
         self.expected.append(tokens)
@@ -197,12 +157,15 @@ class Soak:
         mailbox = Mailbox()
         for request in requests:
             mailbox.post(request)
-        self.backend.generate(mailbox)
+        begun(partial(self.backend.generate, mailbox))(HANG_S)
         return read_tokens(mailbox, requests[-1].slot)
 
     def run(self, ends: Callable[[], bool], memory: Callable[[], None] = lambda: None) -> Found:
-        """Until `ends` says so, then to the end of what runs; `memory` is called between rounds."""
-        begun = time.monotonic()
+        """Until `ends` says so, then to the end of what runs; `memory` is called between rounds. Behind a hang nothing
+        runs."""
+        if self.found.hangs:
+            return self.found
+        since = time.monotonic()
         thread = threading.Thread(target=self._serve, daemon=True)
         thread.start()
         while not self.found.hangs and not self._broke and (not ends() or self._running):
@@ -218,7 +181,7 @@ class Soak:
         self.found.hangs += thread.is_alive() and not self.found.hangs
         if self._broke:
             self._fault("errors", self._broke)
-        self.found.seconds = time.monotonic() - begun
+        self.found.seconds = time.monotonic() - since
         return self.found
 
     def _serve(self) -> None:
@@ -250,13 +213,19 @@ class Soak:
                 which = further
             one = self.asked[which]
             request = replace(one.request, slot=slot)
-            cancel = dice.randint(0, request.max_tokens) if dice.random() < CANCELS else 1 << 30
+            cancel, cancel_at, now = math.inf, math.inf, time.monotonic()
+            if dice.random() < CANCELS:
+                if dice.random() < 0.5:
+                    cancel = dice.randint(0, request.max_tokens)
+                else:
+                    cancel_at = now + dice.uniform(0, CANCEL_S)
             beside = {self.asked[going.which].name for going in self._running.values()}
             for going in self._running.values():
                 going.beside.add(one.name)
             self._running[slot] = Going(
-                which, [], cancel, time.monotonic(), beside, self.found.yields
+                which, [], cancel, cancel_at, now, beside, self.found.yields
             )
+            self.ways.of_slot.pop(slot, None)  # of the one before, if this is cancelled early
             self.mailbox.post(request)
             self.found.requests += 1
         self.found.most_at_once = max(self.found.most_at_once, len(self._running))
@@ -277,9 +246,9 @@ class Soak:
                     del self._running[slot]
                     self._ended(slot, going, step.finish)
             if slot in self._running:
-                if len(going.tokens) >= going.cancel:
+                if len(going.tokens) >= going.cancel or now >= going.cancel_at:
                     self.mailbox.cancel(slot)
-                    going.cancel = 1 << 30
+                    going.cancel = going.cancel_at = math.inf
                 going.heard = now if steps else going.heard
 
     def _ended(self, slot: int, going: Going, finish: str) -> None:
@@ -287,6 +256,7 @@ class Soak:
         one, way = self.asked[going.which], self.ways.of_slot.get(slot)
         self.found.tokens += len(tokens)
         self.found.cancelled += finish == "cancel"
+        self.found.inside += finish == "cancel" and way is not None and way.inside and not tokens
         said = expected[: len(tokens)] if finish == "cancel" else expected
         if finish != "cancel" and tokens == said:
             self._holds[slot] = going.which
@@ -318,28 +288,37 @@ class Soak:
 
     def ask_again(self) -> None:
         """Of the first answers that differed, a kind of request each: what it says alone and beside others now, and the
-        gap between the expected token's logit and the other's by the kernel's own pass."""
+        gap between the expected token's logit and the other's by the kernel's own pass; or the error that came. Nothing
+        behind a hang."""
         asked: set[str] = set()
         for different in self.tally.kept:
-            one, expected = self.asked[different.which], self.expected[different.which]
-            if one.name in asked or len(asked) >= MOST_ASKED:
+            name = self.asked[different.which].name
+            if name in asked or len(asked) >= MOST_ASKED or self.found.hangs:
                 continue
-            asked.add(one.name)
-            others = [self.asked[i].request for i in self._base]
-            streams = max(others, key=lambda r: (r.max_tokens, -len(r.prompt)))
-            beside = [
-                self._beside(one, streams, self._dice.choice(others)) == expected
-                for _ in range(TRIES)
-            ]
-            different.again = {"alone": self._alone(one) == expected, "beside": beside}
-            if one.kind in ("greedy", "further") and different.at >= 0:
-                ids = [*one.request.prompt, *expected[: different.at]]
-                row = self.backend.forward_logits(ids)[-1]
-                best = np.sort(row)[-2:]
-                different.again |= {
-                    "gap": float(row[different.expected] - row[different.got]),
-                    "best two": float(best[1] - best[0]),
-                }
+            asked.add(name)
+            try:
+                self._ask_again(different)
+            except Exception as error:
+                different.again["error"] = f"{type(error).__name__}: {error}"
+                if isinstance(error, Hung):
+                    self._fault("hangs", f"{name}, asked again: {error}")
+
+    def _ask_again(self, different: Difference) -> None:
+        one, expected = self.asked[different.which], self.expected[different.which]
+        others = [self.asked[i].request for i in self._base]
+        streams = max(others, key=lambda r: (r.max_tokens, -len(r.prompt)))
+        different.again["beside"] = beside = []
+        for _ in range(TRIES):
+            beside.append(self._beside(one, streams, self._dice.choice(others)) == expected)
+        different.again["alone"] = self._alone(one) == expected
+        if one.kind in ("greedy", "further") and different.at >= 0:
+            ids = [*one.request.prompt, *expected[: different.at]]
+            row = begun(lambda: self.backend.forward_logits(ids)[-1])(HANG_S)
+            best = np.sort(row)[-2:]
+            different.again |= {
+                "gap": float(row[different.expected] - row[different.got]),
+                "best two": float(best[1] - best[0]),
+            }
 
     def _beside(self, one: Asked, streams: Request, short: Request) -> list[int]:
         """What a request says while one streams, when another prompt comes a little later than its own."""
@@ -347,26 +326,28 @@ class Soak:
             self._alone(self.asked[one.after], 1)
         mailbox = Mailbox()
         mailbox.post(replace(streams, slot=0))
-        thread = threading.Thread(target=self.backend.generate, args=(mailbox,), daemon=True)
-        thread.start()
+        ended = begun(partial(self.backend.generate, mailbox))
         mailbox.read(0, HANG_S)
         mailbox.post(replace(one.request, slot=1))
         time.sleep(self._dice.uniform(0, 4e-3))
         mailbox.post(replace(short, slot=2))
-        thread.join(HANG_S)
-        while mailbox.waiting() and not thread.is_alive():  # it came when the others had ended
-            self.backend.generate(mailbox)
+        ended(HANG_S)
+        while mailbox.waiting():  # it came when the others had ended
+            begun(partial(self.backend.generate, mailbox))(HANG_S)
         return read_tokens(mailbox, 1)
 
     def _yield(self) -> None:
         self.mailbox.yield_now()
-        begun = time.monotonic()
+        since = time.monotonic()
         while not self._idle.wait(0.01):
-            if time.monotonic() - begun > HANG_S or self._broke:
+            if time.monotonic() - since > HANG_S or self._broke:
                 return self._fault("hangs", "a yield")
         self.found.yields += 1
         if self._dice.random() < 0.2:
-            self.backend.forward_logits([1, 2, 3])
+            try:
+                begun(lambda: self.backend.forward_logits([1, 2, 3]))(HANG_S)
+            except Exception as error:
+                self._fault("hangs" if isinstance(error, Hung) else "errors", f"logits: {error}")
         # It stood still meanwhile, as was asked: no hang.
         for going in self._running.values():
             going.heard = time.monotonic()
@@ -502,18 +483,17 @@ def graphs(backend: Any, wanted: bool) -> Iterator[None]:
             one._graphs = its
 
 
-def soak(backend: Any, phase: Phase, seconds: float, seed: int = 0) -> Soak:
-    """What requests say alone, then `seconds` of them, then what differed once more."""
+def soak(backend: Any, phase: Phase, seconds: float, seed: int = 0, proves: bool = False) -> Soak:
+    """What requests say alone, then `seconds` of them. `proves`: some are to be cancelled inside their prompts."""
     asked = requests_of(backend.spec.vocab_size, ROOM, LENGTHS, COUNTS)
     with graphs(backend, phase.graphs):
         made = Soak(backend, asked, SLOTS, seed, ROOM if phase.prefix else 0)
+        made.found.wants_inside = proves
         with disturbed(backend.devices, seed):
             until, memory = time.monotonic() + seconds, MemoryWatch(backend.devices, seconds)
             found = made.run(lambda: time.monotonic() >= until, memory)
             if not found.hangs and seconds >= MEMORY_S:
                 memory.tell(found)
-        if not found.hangs and not found.errors:
-            made.ask_again()
     return made
 
 
@@ -523,17 +503,36 @@ def otherwise(one: Soak, first: Soak) -> list[str]:
     return [asked.name for asked, said, before in pairs if said != before]
 
 
-def tell(made: Soak, title: str, first: Soak) -> dict[str, Any]:
+def tell(made: Soak, title: str, first: Soak) -> None:
     print(made.found.line(title), flush=True)
     for line in made.tally.lines() if made.found.differences else ():
         print(line, flush=True)
     for one in made.tally.kept[:12]:
         print(f"  {one.line}"[:600], flush=True)
-    differ = otherwise(made, first)
     if made is not first:
+        differ = otherwise(made, first)
         print(f"  alone otherwise than in the first phase: {len(differ)}: {differ[:8]}", flush=True)
-    holds = {"holds": made.found.holds, "title": title, "alone otherwise": differ}
+
+
+def told(made: Soak, title: str, first: Soak) -> dict[str, Any]:
+    holds = {"holds": made.found.holds, "title": title, "alone otherwise": otherwise(made, first)}
     return asdict(made.found) | made.tally.told() | holds
+
+
+def tell_and_ask(
+    made: Soak, title: str, first: Soak, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Print and keep what was found; then ask again what differed, and do so once more: whatever becomes of that, what
+    was found is there."""
+    tell(made, title, first)
+    keep(told(made, title, first))
+    if not made.tally.kept or made.found.hangs or made.found.errors:
+        return
+    made.ask_again()
+    for one in made.tally.kept:
+        if one.again:
+            print(f"  {named(one.kind, one.prompt, one.cached)}, again {one.again}", flush=True)
+    keep(told(made, title, first))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -550,26 +549,30 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     one = Phase(not args.copies, not args.no_graphs and not args.copies, not args.no_prefix)
     phases, seconds = (PHASES, args.phases) if args.phases else ((one,), args.seconds)
-    name, told, hangs = torch.cuda.get_device_name(), [], 0
+    name, kept = torch.cuda.get_device_name(), dict[str, dict[str, Any]]()
+    about = {"shape": args.shape, "gpus": args.gpus, "gpu": name, "seed": args.seed}
+
+    def keep(its: dict[str, Any]) -> None:
+        kept[its["title"]] = its
+        if args.out:
+            args.out.write_text(json.dumps(about | {"phases": [*kept.values()]}, indent=1))
+
     backend, first = None, None
     for i, phase in enumerate(phases):
         if backend is None or phases[i - 1].outputs != phase.outputs:
             if backend is not None:
                 backend.close()
             backend = opened(args.shape, args.gpus, phase.outputs)
-        made = soak(backend, phase, seconds, args.seed)
+        made = soak(backend, phase, seconds, args.seed, proves=not args.phases)
         first = first or made
-        told.append(tell(made, f"{args.shape} on {args.gpus} x {name}, {phase.name}", first))
-        if args.out:
-            about = {"shape": args.shape, "gpus": args.gpus, "gpu": name, "seed": args.seed}
-            args.out.write_text(json.dumps(about | {"phases": told}, indent=1))
-        if hangs := made.found.hangs:
-            break
-    if hangs:
-        os._exit(1)  # what hangs would keep the process
+        with graphs(backend, phase.graphs):
+            title = f"{args.shape} on {args.gpus} x {name}, {phase.name}"
+            tell_and_ask(made, title, first, keep)
+        if made.found.hangs:
+            os._exit(1)  # what hangs would keep the process
     if backend is not None:
         backend.close()
-    return 0 if all(one["holds"] for one in told) else 1
+    return 0 if all(one["holds"] for one in kept.values()) else 1
 
 
 if __name__ == "__main__":

@@ -104,17 +104,46 @@ def test_slices_leave_the_bits_of_a_run_at_once():
     assert all(torch.equal(a[..., :20, :], b[..., :20, :]) for a, b in zip(whole, cut, strict=True))
 
 
-def test_a_prompt_that_is_called_off_leaves_no_outputs_behind_and_the_next_one_is_right():
+def assert_right(caches, count):
+    held, want = torch.cat(caches, 1)[..., :count, :], expected_by_shard("llama", 2, F32, count)
+    assert errors(held, want).max() < TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("freed", ["before the next one", "inside of it"])
+def test_behind_a_prompt_that_is_called_off_the_next_one_is_right_and_leaves_no_outputs(freed):
     ours, caches = rank_prefill_of("llama", 2), empty_caches("llama", 2)
-    run = ours.begin(tokens_of(20), 0, caches)
+    run, following = (ours.begin(tokens_of(20), 0, caches) for _ in range(2))
     for _ in range(8):  # in the first layer's join and beyond
         assert not run.advance(0)
     assert run.filled == 0 and all(o is not None for o in ours._exchange.every)
+    if freed == "inside of it":
+        left = ours._exchange.every[0]
+        while (every := ours._exchange.every[0]) is None or every is left:
+            assert not following.advance(0)  # to where all ranks' outputs are there, and unread
     del run
+    while not following.advance(0):
+        pass
+    assert_right(caches, 20)
     assert ours._exchange.every == ours._exchange.sent == [None, None]
+
+
+def test_behind_a_prompt_that_failed_on_one_rank_the_next_one_is_right(monkeypatch):
+    """The other rank's output was on its way, and the failed run is still held."""
+    ours, caches = rank_prefill_of("llama", 2), empty_caches("llama", 2)
+    run, matrices = ours.begin(tokens_of(20), 0, caches), ours._passes[1].matrices
+    right = matrices.product
+
+    def fails(layer, stage, *others):
+        if stage == "o_proj":
+            raise torch.OutOfMemoryError("no memory")
+        return right(layer, stage, *others)
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(matrices, "product", fails)
+        run.advance(math.inf)
+    assert ours._exchange.sent[0] is not None and ours._exchange.sent[1] is None
     ours.begin(tokens_of(20), 0, caches).advance(math.inf)
-    held, want = torch.cat(caches, 1)[..., :20, :], expected_by_shard("llama", 2, F32, 20)
-    assert errors(held, want).max() < TOLERANCE[F32] and ours._exchange.every == [None, None]
+    assert_right(caches, 20)
 
 
 def test_outputs_go_to_all_ranks_between_their_pieces(monkeypatch):

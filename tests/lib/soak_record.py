@@ -19,6 +19,7 @@ class Way:
 
     by        the class of its run; "kernel" without one
     slices    of each its pieces; a graph is none
+    inside    the last of them is not the prompt's
     at_once   the first of them was asked for whole
     between   slices of other prompts since its first one, by the positions that those fill
     rows      tokens of its pieces, and how many pieces had so many
@@ -26,6 +27,7 @@ class Way:
 
     by: str = "kernel"
     slices: list[int] = field(default_factory=list)
+    inside: bool = False
     at_once: bool = False
     between: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)
@@ -83,6 +85,7 @@ class Ways:
             try:
                 ended = advance(seconds, at_once)
             finally:
+                way.inside = not ended
                 if ended:
                     self._open = [held for held in self._open if held[1] is not run]
             return ended

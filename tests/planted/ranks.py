@@ -138,8 +138,8 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/ranks.py",
-        "self._exchange.clear()",
-        "pass",
+        "    def end(self) -> None:\n        self._clear()",
+        "    def end(self) -> None:\n        pass",
         "host/test_rank_prefill.py",
         "a prompt's last outputs stay in the GPUs' memory",
     ),

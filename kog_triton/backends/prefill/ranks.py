@@ -55,16 +55,13 @@ class RankExchange(Protocol):
     def outputs(self, rank: int) -> Outputs: ...
 
     def begin(self) -> None:
-        """Of a pass, on all ranks."""
+        """Of a pass, on all ranks; the one before may have been called off."""
 
     def deliver(self) -> None:
         """Behind a piece of all ranks."""
 
     def end(self) -> None:
         """Of a pass, on all ranks."""
-
-    def clear(self) -> None:
-        """Behind a pass that has ended or was called off."""
 
     def gave_up(self) -> str:
         """What the last pass has waited for in vain, or ""."""
@@ -84,21 +81,22 @@ class Exchange:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self.clear()
+        self._clear()
 
     def outputs(self, rank: int) -> Outputs:
         return RankOutputs(self, rank)
 
     def begin(self) -> None:
-        pass
+        """Without what a pass that was called off has left: nobody tells when it was."""
+        self._clear()
 
     def end(self) -> None:
-        pass
+        self._clear()
 
     def gave_up(self) -> str:
         return ""
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         self.sent: list[Tensor | None] = [None] * len(self._devices)
         self.every: list[Tensor | None] = [None] * len(self._devices)
 
@@ -357,13 +355,13 @@ class RankPrefill:
         self._graphs[size] = graphs
 
     def _whole(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
-        """A pass of all ranks with what goes between them, from the first exchange to the last."""
-        try:
-            self._exchange.begin()
-            yield from self._together(runs)
-            self._exchange.end()
-        finally:  # called off, too
-            self._exchange.clear()
+        """A pass of all ranks with what goes between them, from the first exchange to the last.
+
+        One that is called off ends here whenever it is freed, which may be inside of another: it touches nothing then.
+        """
+        self._exchange.begin()
+        yield from self._together(runs)
+        self._exchange.end()
 
     def _together(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
         """A piece of each rank, then what all put out to all, then the next piece."""
