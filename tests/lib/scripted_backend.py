@@ -7,7 +7,8 @@ The prompt says what to play: the last "play:NAME" in its bytes names the file N
 without a rate as fast as it can, after `wait_s`; with a fault instead of a token, counted from 0, or of the "prompt":
 see FAULTS; with "pass" and "pass_s", tokens and seconds of a pass of the prompt; with "stamps", the name of a file for
 the times of its tokens, in ns of time.perf_counter. Behind the ids comes END. A prompt that names nothing is answered
-"ok". The tokens are those of fake_checkpoint: bytes.
+"ok" or, where a grammar does not allow that, the first token that it allows. The tokens are those of fake_checkpoint:
+bytes.
 """
 
 import json
@@ -42,6 +43,7 @@ class Playing:
     rate: float
     start: float  # of time.perf_counter
     left: int  # prompt tokens to run
+    named: bool  # its prompt says what to play
     stamps_file: str = ""
     pass_tokens: int = CHUNK
     pass_s: float = 0.0
@@ -103,6 +105,7 @@ class ScriptedBackend:
             script.get("tokens_per_s", 0.0),
             start,
             len(request.prompt) - request.cached,
+            "free" not in script,
             script.get("stamps", ""),
             script.get("pass", CHUNK),
             script.get("pass_s", 0.0),
@@ -131,11 +134,14 @@ class ScriptedBackend:
         token = one.ids[count] if count < len(one.ids) else END
         if request.mask is not None:
             try:
-                word = int(request.mask(one.made)[token // 32])
+                words = np.ascontiguousarray(request.mask(one.made))
             except Exception as error:  # the grammar's own: other requests go on
                 mailbox.push(request.slot, Failure(error))
                 return True
-            if not word >> token % 32 & 1:
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0]
+            if token not in allowed and not one.named and len(allowed):
+                token = int(allowed[0])
+            if token not in allowed:
                 error = RunError(f"the script plays {token}, which the grammar does not allow")
                 mailbox.push(request.slot, Failure(error))
                 return True
@@ -168,7 +174,7 @@ class ScriptedBackend:
 def script_of(prompt: tuple[int, ...]) -> dict[str, Any]:
     names = NAMED.findall(bytes(token for token in prompt if token < 256))
     if not names:
-        return {"ids": list(b"ok")}
+        return {"ids": list(b"ok"), "free": True}
     found: dict[str, Any] = json.loads(
         Path(os.environ["KOG_SCRIPTS"], f"{names[-1].decode()}.json").read_text()
     )
