@@ -42,10 +42,10 @@ SPECS = {name: case.spec for name, case in CASES.items()} | {
     # Of layers that split, each second one: the phase of a split's words is the same in all of them.
     "windows": SPLIT.replace(windows=(4, 0)),
     "four rows": plain(2, hidden_size=36, intermediate_size=2048),
-    "four rows of x": plain(1, hidden_size=2048, intermediate_size=64),
+    "four rows of x": plain(1, hidden_size=1024, intermediate_size=64, head_dim=8),
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
 }
-BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 3}
+BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16}
 # Contexts of ten positions whose splits are one block's, then few blocks', then all blocks'.
 SPLITS = {"split_least": 2, "merged_length": 4}
 FOUR = ("greedy", "sampled", "rules", "edits")
