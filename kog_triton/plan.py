@@ -6,6 +6,7 @@ are those of MXFP4 and zero points, which is enough for bytes and rooflines.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -54,12 +55,15 @@ def plan(schedule: Schedule, gpu: Gpu) -> Partition:
 
 
 def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
-    """The checked HIP lowering. DeviceError for a GPU that is not AMD's, KogError for what the kernel cannot do."""
-    refuse_narrow(find_backend("hip"), schedule.spec)
+    """The checked HIP lowering. DeviceError for a GPU that is not AMD's, and for too many; KogError for what the kernel
+    cannot do."""
+    backend: Any = find_backend("hip")
+    refuse_narrow(backend, schedule.spec)
     if gpu.vendor != "amd":
         raise DeviceError(
             f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x"
         )
+    backend.check_count(schedule.num_ranks)
     lowering = lower_hip(schedule, gpu)
     check_schedule(schedule)
     check_partition(lowering)

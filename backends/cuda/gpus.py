@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from kog_triton.backends.cuda.driver import reach
-from kog_triton.backends.cuda.layout.collectives import MOST_RANKS
+from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.device import gpu_of
 from kog_triton.errors import DeviceError, first_line
 from kog_triton.schedule.topology import Gpu
@@ -61,8 +61,7 @@ def _open(device: torch.device) -> None:
 
 def check_peers(count: int) -> None:
     """DeviceError unless the first `count` GPUs are there, alike, and reach each other's memory."""
-    if count > MOST_RANKS:
-        raise DeviceError(f"{count} GPUs: collectives take {MOST_RANKS} at most")
+    check_count(count)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < count:
         raise DeviceError(f"{count} GPUs were asked for, and torch sees {there}")

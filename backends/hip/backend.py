@@ -11,6 +11,7 @@ import torch
 from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.gpus import check_alike
+from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_memory import Ranks
@@ -36,11 +37,18 @@ from kog_triton.schedule.topology import Gpu
 UNPROVEN = "it has never run on an AMD GPU"
 
 
+def _gpu(device: torch.device) -> Gpu:
+    gpu = gpu_of(device)
+    if gpu is None:
+        raise DeviceError(f"{device} is not a GPU that torch describes")
+    return gpu
+
+
 class HipBackend(CudaBackend):
     name = "hip"
     vendors = ("amd",)
     rank = None  # type: ignore[assignment]  # "auto" does not take it
-    prebuild = staticmethod(prebuild)
+    prebuild, check_count = staticmethod(prebuild), staticmethod(check_count)
     lay_out_columns = staticmethod(lay_out_columns)
     early_kernels = False
     profile = None  # type: ignore[assignment]  # and none that takes stamps
@@ -106,10 +114,10 @@ class HipBackend(CudaBackend):
 
     @classmethod
     def _find_gpus(cls, count: int = 1) -> list[tuple[torch.device, Gpu]]:
-        """The current GPU, or the first `count`."""
+        """The current GPU, or the first `count`. DeviceError names one that is not there."""
         numbers = range(count) if count > 1 else [torch.cuda.current_device()]
         devices = [torch.device("cuda", number) for number in numbers]
-        return [(device, gpu) for device in devices if (gpu := gpu_of(device)) is not None]
+        return [(device, _gpu(device)) for device in devices]
 
     @classmethod
     def xcds(cls) -> list[int]:

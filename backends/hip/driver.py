@@ -74,6 +74,9 @@ def count_gpus() -> int:
 def call(hip: Any, name: str, *arguments: Any, allowed: int = 0) -> int:
     """One call of the runtime; its status, or DeviceError unless it did well or the status is `allowed`."""
     status = int(getattr(hip, name)(*arguments))
+    if status:
+        # Since ROCm 7 it stays as the thread's last error, and torch raises that as its own next launch's.
+        hip.hipGetLastError()
     if status in (0, allowed):
         return status
     code = (hip.hipGetErrorName(status) or b"an unknown error").decode()
@@ -110,8 +113,8 @@ class Event:
         call(self._hip, "hipEventSynchronize", self._event)
 
     def __del__(self) -> None:
-        if self._event:
-            self._hip.hipEventDestroy(self._event)
+        if self._event and self._hip.hipEventDestroy(self._event):
+            self._hip.hipGetLastError()  # as `call` does, which raises
 
 
 class HipKernel:

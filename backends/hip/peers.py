@@ -10,7 +10,7 @@ from itertools import permutations
 import numpy as np
 import torch
 
-from kog_triton.backends.cuda.layout.collectives import MOST_RANKS
+from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.hip.driver import call, count_gpus, load_library, on_gpu
 from kog_triton.errors import DeviceError
 
@@ -20,8 +20,7 @@ ALREADY_REACHED = 704  # hipErrorPeerAccessAlreadyEnabled
 
 def check_peers(count: int) -> None:
     """DeviceError unless the first `count` GPUs are there and reach each other's memory."""
-    if count > MOST_RANKS:
-        raise DeviceError(f"{count} GPUs: collectives take {MOST_RANKS} at most")
+    check_count(count)
     there = count_gpus()
     if there < count:
         raise DeviceError(f"{count} GPUs were asked for, and HIP sees {there}")
@@ -64,8 +63,8 @@ class _Uncached:
             self.__array_interface__ = interface
 
     def __del__(self) -> None:
-        if self.address:
-            self._hip.hipFree(self.address)
+        if self.address and self._hip.hipFree(self.address):
+            self._hip.hipGetLastError()  # as `call` does, which raises
 
 
 def uncached(count: int, device: torch.device, number: int) -> torch.Tensor:
@@ -73,5 +72,8 @@ def uncached(count: int, device: torch.device, number: int) -> torch.Tensor:
     memory = _Uncached(count, device, number)
     on_cpu = device.type != "cuda"
     tensor = torch.as_tensor(np.asarray(memory) if on_cpu else memory, device=device)
-    assert tensor.data_ptr() == memory.address.value, "the tensor is a copy"
+    if tensor.data_ptr() != memory.address.value:
+        raise DeviceError(
+            "torch makes a copy of memory that all GPUs see: choose --gpus 1, and report this"
+        )
     return tensor.zero_()

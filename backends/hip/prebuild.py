@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kog_triton.backends.cuda.jit import compile_cubin
+from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.cuda.layout.columns import (
     COUNTS,
     POSITIONS,
@@ -55,6 +56,7 @@ def prebuild(
     folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0, num_gpus: int = 1
 ) -> list[Path]:
     """The files that a start of this model needs, written; KogError for what the kernel cannot do."""
+    check_count(num_gpus)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for header, source in sources(spec, gpu, max_context or spec.max_context, num_gpus):

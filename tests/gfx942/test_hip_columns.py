@@ -35,38 +35,43 @@ CONDITIONS = {
     "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
 }
 # Requests that share a step, each in a column of its own: all that a kernel of one token is asked, and what a cut of K
-# brings: fragments of four rows, and a unit of more fragments than are on their way at once.
+# brings: fragments of four rows, where words are multiplied and where x is, and a unit of more fragments than are on
+# their way at once.
 SPECS = {name: case.spec for name, case in CASES.items()} | {
     "split": SPLIT,
     # Of layers that split, each second one: the phase of a split's words is the same in all of them.
     "windows": SPLIT.replace(windows=(4, 0)),
     "four rows": plain(2, hidden_size=36, intermediate_size=2048),
+    "four rows of x": plain(1, hidden_size=1024, intermediate_size=64, head_dim=8),
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
 }
-BLOCKS = {"qwen3": 16, "four rows": 2}
+BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16}
 # Contexts of ten positions whose splits are one block's, then few blocks', then all blocks'.
 SPLITS = {"split_least": 2, "merged_length": 4}
+FOUR = ("greedy", "sampled", "rules", "edits")
 SHARED = {
     "llama": ("greedy", "sampled"),
-    "llama of four": ("greedy", "sampled", "rules", "edits"),
+    "llama of four": FOUR,
+    "llama of eight": FOUR + FOUR[::-1],  # two column sets, which are not alike
     "qwen3": ("greedy", "edits"),
     "laneformer": ("sampled", "rules"),
     "split": ("edits", "sampled"),
     "windows": ("edits", "sampled"),
-    "four rows": ("greedy", "sampled", "rules", "edits"),
+    "four rows": FOUR,
+    "four rows of x": FOUR,
     "a long K": ("greedy", "sampled"),
 }
 
 
 # A compilation takes half a minute: the others' with the slow tests.
 ALWAYS = [
-    case if case in ("llama", "qwen3", "split") else pytest.param(case, marks=pytest.mark.slow)
+    case if case in ("llama", "qwen3", "windows") else pytest.param(case, marks=pytest.mark.slow)
     for case in SHARED
 ]
 
 
 def spec_of(case: str) -> ModelSpec:
-    return SPECS[case.removesuffix(" of four")]
+    return SPECS[case.removesuffix(" of four").removesuffix(" of eight")]
 
 
 def columns(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipColumns:
@@ -126,7 +131,7 @@ def test_the_cuts_of_k_are_those_meant():
         for stage in matrix_stages(layout.lowering.schedule):
             rows = layout.lowering.tilings[stage.name].fragment_rows
             found.add((rows, layout.row_words(stage) // 4, layout.lowering.steps(stage) > 12))
-    assert {(8, 1, False), (8, 1, True), (4, 1, False)} <= found
+    assert {(8, 1, False), (8, 1, True), (8, 2, False), (4, 1, False), (4, 2, False)} <= found
 
 
 def test_a_request_that_ends_leaves_the_others_to_the_next_launch():
@@ -156,6 +161,22 @@ def test_a_prompt_in_chunks_ends_with_the_references_first_token(conditions):
 
 # ---- seen red ----
 
+# By a case, conditions and a seed in which it shows: of what blocks tell each other not every order shows the loss. The
+# fence of await_splits is not among them: in the adversarial memory 16 seeds of this case showed nothing.
+TOLD = {
+    "nobody waits for a split's flag": (
+        "windows",
+        "plain",
+        1,
+        "  await<false>(b, Step::kAttentionJoin, at, epoch);\n",
+    ),
+    "a split is told before every wave's words have landed": (
+        "windows",
+        "adversarial",
+        9,
+        "  drain_stores();  // each warp its own: a barrier alone does not wait for them on AMD\n",
+    ),
+}
 PLANTED = {
     # A half of what a thread has of K is multiplied twice.
     "the other four values": (
@@ -183,17 +204,31 @@ PLANTED = {
 }
 
 
+def planted(folder: Path, file: str, old: str, new: str) -> tuple[Path, ...]:
+    """The include folders, a file of which lacks something."""
+    text = next(path.read_text() for one in INCLUDES if (path := one / "kog" / file).exists())
+    assert text.count(old) == 1, old
+    (folder / "kog" / file).parent.mkdir(parents=True)
+    (folder / "kog" / file).write_text(text.replace(old, new))
+    return folder, *INCLUDES
+
+
 @pytest.mark.parametrize(
     "fault",
     [f if f == "products of nobody" else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED],
 )
 def test_a_planted_fault_is_seen(fault, tmp_path):
-    file, old, new = PLANTED[fault]
-    text = (INCLUDES[0] / "kog" / file).read_text()
-    assert text.count(old) == 1, fault
-    (tmp_path / "kog" / file).parent.mkdir(parents=True)
-    (tmp_path / "kog" / file).write_text(text.replace(old, new))
-    assert wrong("llama", CONDITIONS["plain"], includes=(tmp_path, *INCLUDES))
+    assert wrong("llama", CONDITIONS["plain"], includes=planted(tmp_path, *PLANTED[fault]))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [f if f.startswith("nobody") else pytest.param(f, marks=pytest.mark.slow) for f in TOLD],
+)
+def test_a_split_that_is_told_wrongly_is_seen(fault, tmp_path):
+    case, conditions, seed, old = TOLD[fault]
+    includes = planted(tmp_path, "columns/attention.h", old, "")
+    assert wrong(case, CONDITIONS[conditions], seed, includes)
 
 
 # ---- gates ----
@@ -229,7 +264,7 @@ def test_the_object_keeps_what_the_design_promises(case):
 @pytest.mark.parametrize(
     ("name", "count"),
     [("llama-3.2-1b", 2), *(pytest.param(*more, marks=pytest.mark.slow) for more in
-     (("llama-3.2-1b", 4), ("llama-3.1-8b", 2), ("laneformer-2b", 2)))],
+     (("llama-3.2-1b", 4), ("qwen3-0.6b", 8), ("llama-3.1-8b", 2), ("laneformer-2b", 2)))],
 )  # fmt: skip
 def test_objects_of_full_size_keep_it(name, count):
     layout = layout_of(real_shape(name), count, max_context=4096)

@@ -6,11 +6,13 @@ import gc
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.hip import backend, peers, rank_selftest, toolchain
+from kog_triton.backends.hip import backend, peers, prebuild, rank_selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import KogError
@@ -130,6 +132,12 @@ def test_more_gpus_than_there_are(machine, model):
     assert refusal(lambda: open_hip(model, 4)) == "4 GPUs were asked for, and HIP sees 2"
 
 
+def test_more_gpus_than_collectives_take(tmp_path):
+    spec, folder = lanes((Reduce.OWN,), 0, Head.VOCAB_PARALLEL, **EIGHT), tmp_path / "objects"
+    told = refusal(lambda: prebuild.prebuild(folder, spec, GPUS["mi300x"], num_gpus=9))
+    assert told == "9 GPUs: collectives take 8 at most" and not folder.exists()
+
+
 def test_gpus_that_do_not_reach_each_other(machine, model):
     fake = machine(3)
     fake.apart = {(1, 2)}
@@ -139,6 +147,20 @@ def test_gpus_that_do_not_reach_each_other(machine, model):
         "--showtopo)"
     )
     open_hip(model, 2).close()  # the first two do
+
+
+def test_a_gpu_that_torch_does_not_describe(monkeypatch):
+    of = {0: GPUS["mi300x"], 1: None}
+    monkeypatch.setattr(backend, "gpu_of", lambda device: of[device.index])
+    told = refusal(lambda: HipBackend._find_gpus(2))
+    assert told == "cuda:1 is not a GPU that torch describes"
+
+
+def test_memory_that_torch_copies(machine, monkeypatch):
+    machine(2)
+    monkeypatch.setattr(peers.np, "asarray", np.array)
+    told = refusal(lambda: peers.uncached(4, torch.device("cpu"), 0))
+    assert told.startswith("torch makes a copy of memory that all GPUs see: choose --gpus 1")
 
 
 def test_gpus_that_are_not_alike(machine, model, monkeypatch):

@@ -176,6 +176,11 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
             "the hip backend is for AMD GPUs, and h200 is not: --device mi300x",
         ),
         (
+            ["--shape", "qwen3-32b", "--backend", "hip", "--device", "mi300x", "--gpus", "16"],
+            4,
+            "16 GPUs: collectives take 8 at most",
+        ),
+        (
             ["--shape", "qwen3-8b", "--format", "mxfp4", "--backend", "hip", "--device", "mi300x"],
             4,
             "backend hip cannot run this checkpoint: its kernel reads 16-bit weights, and these are",

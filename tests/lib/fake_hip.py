@@ -44,6 +44,7 @@ PROTOTYPES = {
     "hipEventQuery": "void* event",
     "hipEventSynchronize": "void* event",
     "hipEventDestroy": "void* event",
+    "hipGetLastError": "",
 }
 ERRORS = {
     2: ("hipErrorOutOfMemory", "out of memory"),
@@ -64,8 +65,12 @@ INVALID_DEVICE, INVALID_HANDLE = 101, 400
 ELF = b"\x7fELF"
 
 
+def _each(parameters: str) -> list[str]:
+    return parameters.split(", ") if parameters else []
+
+
 def _names(parameters: str) -> list[str]:
-    return [one.replace("*", " ").split()[-1] for one in parameters.split(", ")]
+    return [one.replace("*", " ").split()[-1] for one in _each(parameters)]
 
 
 def _ctype(parameter: str) -> Any:
@@ -109,6 +114,9 @@ decoded = functools.lru_cache(16)(Kernel)  # to decode a kernel takes seconds
 
 # What the library calls. What an earlier test has left may be freed late: it finds the functions of a later one.
 HELD: dict[str, Any] = {}
+# By thread, the status that a call has left there until the thread asks hipGetLastError, as ROCm has it since 7: torch
+# raises it behind its next launch. No test may leave one (conftest.py).
+LAST_ERRORS: dict[int, int] = {}
 Known = dict[int, tuple[str, torch.Tensor]]  # by address, with what it is called
 
 
@@ -145,10 +153,10 @@ class FakeHip:
         monkeypatch.setenv("ROCM_PATH", str(folder))
         loaded = ctypes.CDLL(str(folder / "lib/libamdhip64.so"))
         for name, parameters in PROTOTYPES.items():
-            kind = ctypes.CFUNCTYPE(ctypes.c_int, *map(_ctype, parameters.split(", ")))
+            kind = ctypes.CFUNCTYPE(ctypes.c_int, *map(_ctype, _each(parameters)))
             function = kind(self._answering(name))
-            HELD[name] = function
             getattr(loaded, f"set_{name}")(function)
+            HELD[name] = function  # behind it: what collects garbage here may call the earlier one
         pointers = Memory.pointers
 
         def noted(memory: Memory, *args: Any, **others: torch.Tensor) -> Any:
@@ -181,7 +189,7 @@ class FakeHip:
         self._known, self._vectors = {}, {}
 
     def _answering(self, name: str) -> Callable[..., int]:
-        def answer(*arguments: Any) -> int:
+        def status_of(*arguments: Any) -> int:
             if name in self.failing:
                 return self.failing[name]
             try:
@@ -189,6 +197,12 @@ class FakeHip:
             except Exception as error:  # of this double: none may pass for success
                 self.why = f"{type(error).__name__}: {error}"
                 return UNKNOWN
+
+        def answer(*arguments: Any) -> int:
+            status = status_of(*arguments)
+            if status not in (0, NOT_READY) and name != "hipGetLastError":
+                LAST_ERRORS[threading.get_ident()] = status
+            return status
 
         return answer
 
@@ -203,6 +217,9 @@ class FakeHip:
         return getattr(self._thread, "gpu", 0)
 
     # ---- the runtime ----
+
+    def hipGetLastError(self) -> int:
+        return LAST_ERRORS.pop(threading.get_ident(), 0)
 
     def hipGetDevice(self, number: int) -> int:
         ctypes.c_int.from_address(number).value = self.gpu

@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
+from kog_triton.errors import DeviceError
 from kog_triton.schedule.exchanges import Exchange, Kernel, Mark, Reader, Who
 from kog_triton.schedule.schedule import Scope
 
 MOST_RANKS = 8
 REPORT_WORDS = 8  # of a rank (include/kccl/comm.h)
 REPORT = ("leave", "expired", "from", "place", "seen", "wanted")
+
+
+def check_count(ranks: int) -> None:
+    """DeviceError for more than collectives take."""
+    if ranks > MOST_RANKS:
+        raise DeviceError(f"{ranks} GPUs: collectives take {MOST_RANKS} at most")
 
 
 @dataclass(frozen=True)
