@@ -17,7 +17,8 @@ constexpr int kWeightWarps = 2, kPieces = kRows / 8 / kWeightWarps;  // a warp's
 constexpr int kSums = kTokens / 2;                                   // of a thread
 constexpr int kStored = kTokens < 64 ? kTokens : 64;                 // tokens that are stored at once
 constexpr int kOutBytes = kStored * 128;                             // a warpgroup's
-constexpr u64 kPatience = 2000000000;                                // of a wait, ns
+// Of a wait, ns: a pass on several GPUs may wait for a late one as long as a kernel does (backend.py), ahead of this.
+constexpr u64 kPatience = 10000000000;
 static_assert(sizeof(Product) == kProductBytes);
 static_assert(kSharedBytes == kStages * (kStageBytes + 16) + kGroups * kOutBytes + 16 + 1024);
 

@@ -48,13 +48,13 @@ class Served:
                 self._sending.release()
 
     def _send(self) -> None:
+        read = self.claim.read(0)  # before its slot is asked for: who has made steps has one
         request, number = self.claim.request, self._number
         words: list[wire.FromEngine] = []
         if not self._began and request.slot != WAITS:
             self._began = True
             assert self.claim.queue_s is not None, "a claim with a slot was admitted"
             words.append(wire.Began(number, request.slot, request.cached, self.claim.queue_s))
-        read = self.claim.read(0)
         if read and request.prompt_logprobs is not None and (told := self.claim.read_prompt()):
             words.append(wire.Scores(number, told))
         if steps := [step for step in read if isinstance(step, Step)]:

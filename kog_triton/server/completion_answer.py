@@ -58,16 +58,15 @@ class CompletionAnswer:
         first = not sample.text
         self._add(one)
         text = one.delta.text if self._made else ""
+        told = self._prompt(one.index) + text if first and self._echo else text
+        if not told and sample.output is None:
+            return b""  # and its log-probabilities come with the text that they are of
         logprobs = self._logprobs(sample, sample.logprobs) if self._asked and self._made else None
         sample.logprobs = []
         sample.length += len(text)
-        if first and self._echo:
-            text = self._prompt(one.index) + text
-        if not text and sample.output is None:
-            return b""
         choice: dict[str, Any] = {
             "index": one.index,
-            "text": text,
+            "text": told,
             "logprobs": logprobs,
             "finish_reason": None,
         }
@@ -158,4 +157,4 @@ class CompletionAnswer:
 
     def _usage(self) -> dict[str, Any]:
         outputs = [(i, s.output) for i, s in sorted(self._samples.items()) if s.output is not None]
-        return usage(outputs, self._n)
+        return usage(outputs, self._n, made=self._made)

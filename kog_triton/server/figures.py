@@ -11,19 +11,23 @@ LOWEST = -9999.0  # JSON has no infinity; OpenAI's figure for a token that canno
 
 
 def usage(
-    outputs: Iterable[tuple[int, RequestOutput]], samples_a_job: int, reasoning_tokens: int = 0
+    outputs: Iterable[tuple[int, RequestOutput]],
+    samples_a_job: int,
+    reasoning_tokens: int = 0,
+    made: bool = True,
 ) -> dict[str, Any]:
-    """Of all samples by their index: a prompt counts once, however many samples it has."""
-    prompt = cached = made = 0
+    """Of all samples by their index: a prompt counts once, however many samples it has. `made`: their tokens were asked
+    for; a prompt that is scored alone takes one that nobody is told."""
+    prompt = cached = completion = 0
     for index, output in outputs:
-        made += output.metrics.output_tokens
+        completion += output.metrics.output_tokens if made else 0
         if index % samples_a_job == 0:
             prompt += output.metrics.prompt_tokens
             cached += output.metrics.cached_tokens
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

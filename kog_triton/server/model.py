@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from random import Random, SystemRandom
 from typing import Any
 
 from kog_triton.generation import Generation
@@ -16,7 +17,10 @@ from kog_triton.text.reasoning import CLOSE
 
 @dataclass
 class ServedModel:
-    """names: the first one is told, all are accepted."""
+    """
+    names  the first one is told, all are accepted
+    seeds  of the requests that name none
+    """
 
     opened: Opened
     tokenizer: Tokenizer
@@ -24,6 +28,7 @@ class ServedModel:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    seeds: Random = field(default_factory=SystemRandom)
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ signal ends it at once.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random, SystemRandom
 from typing import Any
 
 import uvicorn
@@ -72,8 +74,10 @@ def bind(settings: Settings) -> socket.socket:
     """The listening socket; RequestError if it cannot be had."""
     try:
         if settings.uds is not None:
-            if settings.uds.is_socket():  # of a server that has gone
-                settings.uds.unlink()
+            if settings.uds.is_socket():
+                if _is_heard(settings.uds):
+                    raise OSError(errno.EADDRINUSE, "a server listens there")
+                settings.uds.unlink()  # of a server that has gone
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(str(settings.uds))
         else:
@@ -90,6 +94,11 @@ def bind(settings: Settings) -> socket.socket:
         raise RequestError(f"cannot listen on {where}: {error}: choose another {other}") from error
     listener.set_inheritable(False)
     return listener
+
+
+def _is_heard(place: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(place)) == 0
 
 
 async def serve(settings: Settings) -> int:
@@ -166,6 +175,7 @@ async def _open(supervisor: Supervisor, service: Service, settings: Settings) ->
         settings.tool_call_parser,
         settings.reasoning_parser,
         settings.template_kwargs,
+        SystemRandom() if (seed := settings.llm.get("seed")) is None else Random(seed),
     )
     log.info("backend %s (%s)", opened.backend, opened.reason)
     log.info(

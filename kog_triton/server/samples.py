@@ -11,7 +11,7 @@ from functools import partial
 from kog_triton.errors import RunError
 from kog_triton.generation import Generation
 from kog_triton.outputs import Delta
-from kog_triton.sampling.params import SamplingParams, draw_seed
+from kog_triton.sampling.params import SamplingParams
 from kog_triton.server.metrics import ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval, Pacing
@@ -62,7 +62,10 @@ class Samples:
     ) -> None:
         self._supervisor, self._model, self._metrics = supervisor, model, metrics
         self._most = interval.tokens
-        seeds = [draw_seed() if job.params.seed is None else job.params.seed for job in jobs]
+        seeds = [
+            model.seeds.getrandbits(32) if job.params.seed is None else job.params.seed
+            for job in jobs
+        ]
         self._waiting = deque(
             (i * job.params.n + s, job, seed, s)
             for i, (job, seed) in enumerate(zip(jobs, seeds, strict=True))
@@ -75,6 +78,7 @@ class Samples:
         self._telling = False  # an event that the client's socket has not taken yet
         self._overrun = False
         self.cancelled = False
+        self._starting = False  # one is on its way into the line
         self.done: dict[int, Generation] = {}
         self._clock = clock
         self.started = clock()
@@ -90,20 +94,27 @@ class Samples:
 
     async def _start_next(self) -> None:
         index, job, seed, sample_idx = self._waiting.popleft()
-        claim = await self._supervisor.submit(
-            job.token_ids,
-            self._model.with_seed(job.params, seed),
-            sample_idx,
-            job.cache_salt,
-            self._most,
-        )
+        self._starting = True
+        try:
+            claim = await self._supervisor.submit(
+                job.token_ids,
+                self._model.with_seed(job.params, seed),
+                sample_idx,
+                job.cache_salt,
+                self._most,
+            )
+        finally:
+            self._starting = False
+        if self.cancelled:  # meanwhile
+            claim.cancel()
+            return
         generation = self._model.generation(claim, job.prompt)
         self._running[index] = generation, claim
         generation.listen(partial(self._heard, claim))
 
     def cancel(self) -> None:
         """End what runs; nothing more is read. Without effect once all have ended."""
-        self.cancelled = bool(self._running or self._waiting)
+        self.cancelled = bool(self._running or self._waiting or self._starting)
         self._waiting.clear()
         for generation, _ in self._running.values():
             generation.cancel()

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from kog_triton.backends.cuda.backend import WAIT_NS
 from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
 from kog_triton.backends.cuda.rank_outputs import LAST, outputs_bytes
 from kog_triton.backends.prefill.ranks import bucket_bytes
@@ -92,6 +93,12 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_pass_runs():
     assert streams[0].isnan().any(), "what is void is no number"
     exchange.ends[1]._pushes = right
     assert equal(left(ours, name, ranks, tokens_of(5)), want) and ours.gave_up() == ""
+
+
+def test_a_product_is_patient_longer_than_a_kernel_waits_for_a_rank():
+    """One that is resident behind a wait for a late GPU: a trap there would end every engine of the process."""
+    text = (ROOT / "backends/cuda/prompt.cu").read_text()
+    assert int(re.search(r"kPatience = (\d+);", text)[1]) > 2 * WAIT_NS
 
 
 def test_numbers_grow_from_pass_to_pass():

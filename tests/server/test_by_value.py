@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from kog_triton import serve
 from kog_triton.errors import DeviceError, ModelError, RequestError, RunError, TooLong
@@ -29,6 +30,11 @@ from kog_triton.server.problems import Problem, problem_of
 from kog_triton.server.run import Settings, bind
 from kog_triton.server.samples import Job, News
 from kog_triton.server.schemas.chat import ChatBody, Message
+from kog_triton.server.schemas.completions import CompletionBody
+from kog_triton.server.schemas.messages import MessagesBody
+from kog_triton.server.schemas.responses import ResponsesBody
+from kog_triton.server.schemas.sampling import StructuredOutputsBody
+from kog_triton.server.schemas.tokens import DetokenizeBody, TokenizeBody
 from kog_triton.server.supervisor import EngineLost, Supervisor
 from kog_triton.server.wire import Opened
 
@@ -453,6 +459,10 @@ def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
     listener = bind(settings)
     with listener, socket.socket(socket.AF_UNIX) as client:
         client.connect(str(place))
+        with pytest.raises(RequestError, match="a server listens there: choose another --uds"):
+            bind(settings)
+        with socket.socket(socket.AF_UNIX) as another:
+            another.connect(str(place))
     place.unlink()
     place.write_text(json.dumps("mine"))
     with pytest.raises(RequestError, match=f"cannot listen on {place}.*: choose another --uds"):
@@ -509,6 +519,50 @@ def test_each_of_several_samples_echoes_its_own_prompt():
     answer.take([News(i, Delta("+", [2], None, output()), 1) for i in range(4)])
     texts = [choice["text"] for choice in answer.whole()["choices"]]
     assert texts == ["one+", "one+", "ids [50, 51]+", "ids [50, 51]+"]
+
+
+def test_log_probabilities_of_a_token_without_text_come_with_the_text_behind_it():
+    """Half a character, or what may yet be a stop string."""
+    answer = CompletionAnswer(
+        "id", SimpleNamespace(name="m"), [Job("x", (1, 2), SamplingParams(max_tokens=2))],
+        echo=False, made=True, logprobs=True, include_usage=False,
+    )  # fmt: skip
+    half, whole = ([{i: Logprob(-0.5, 1, text)}] for i, text in ((2, "\ufffd"), (3, "é")))
+    assert answer.event([News(0, Delta("", [2], half), 1)], 0.1) == b""
+    event = answer.event([News(0, Delta("é", [3], whole), 2)], 0.2)
+    told = json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]
+    assert told["tokens"] == ["\ufffd", "é"]
+
+
+LISTS = {  # of which a client may send any number of wrong elements
+    ChatBody: ("messages", "tools", "stop", "bad_words", "allowed_token_ids"),
+    CompletionBody: ("prompt", "stop", "stop_token_ids"),
+    DetokenizeBody: ("tokens",),
+    MessagesBody: ("messages", "system", "tools", "stop_sequences"),
+    Message: ("content", "tool_calls"),
+    ResponsesBody: ("input", "tools", "include"),
+    StructuredOutputsBody: ("choice",),
+    TokenizeBody: ("messages", "tools"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in LISTS.items() for name in names]
+)
+def test_a_list_ends_at_its_first_wrong_element(kind, name):
+    """An error of each of a million would take seconds and gigabytes."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate({name: [3.5] * 1000})
+    assert 1 <= found.value.error_count() < 10
+
+
+def test_every_list_that_a_client_fills_is_looked_at():
+    named = {(kind, name) for kind, names in LISTS.items() for name in names}
+    held = {(ChatBody, "modalities"), (ChatBody, "functions")}  # refused whatever they hold
+    for kind in LISTS:
+        for name, field in kind.model_fields.items():
+            if "list[" in str(field.annotation) and (kind, name) not in named | held:
+                assert name in ("stop_token_ids", "allowed_token_ids", "bad_words", "stop"), name
 
 
 def test_tools_that_cannot_reach_the_model_are_refused():

@@ -97,6 +97,7 @@ def test_openai_echo_scores_a_prompt(oai, server):
     assert scored.tokens == ["a", "b", "c"]
     assert scored.token_logprobs == [None, -0.5, -1.5]
     assert scored.text_offset == [0, 1, 2]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
 
 
 def test_openai_responses(oai, server):

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -161,6 +163,39 @@ def test_a_client_that_leaves_ends_all_samples(model):
         events = run(told(supervisor, model, interval, n=4, hold=leave))
         assert len(events) == 1
         assert sorted(supervisor.cancelled) == [0, 1]
+
+
+def test_a_client_that_leaves_while_a_sample_is_put_in_line_ends_that_one_too(model):
+    class Slow(FakeSupervisor):
+        async def submit(self, prompt, params, sample_idx, *more):
+            claim = await super().submit(prompt, params, sample_idx, *more)
+            if sample_idx == 2:
+                self.leave()
+                await asyncio.sleep(0.01)
+            return claim
+
+    async def hold(samples):
+        supervisor.leave = samples.cancel
+
+    supervisor = Slow(3, 0.01)
+    run(told(supervisor, model, Interval(tokens=1), n=3, hold=hold))
+    assert 2 in supervisor.cancelled
+
+
+def test_the_seed_of_a_session_repeats_what_its_requests_draw(model):
+    class Noting(FakeSupervisor):
+        async def submit(self, prompt, params, *more):
+            seeds.append(params.seed)
+            return await super().submit(prompt, params, *more)
+
+    drawn = []
+    for seed in (7, 7, 8):
+        seeds = []
+        session = replace(model, seeds=Random(seed))
+        for _ in range(2):
+            run(told(Noting(2, 0.01), session, Interval()))
+        drawn.append(seeds)
+    assert drawn[0] == drawn[1] != drawn[2] and len({*drawn[0]}) == 2
 
 
 def test_an_error_comes_behind_what_was_made(model):

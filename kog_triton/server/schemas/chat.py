@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, SamplingBody
+from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, Many, SamplingBody
 
 MAX_MESSAGES = 1 << 16
 
@@ -14,8 +14,8 @@ class Message(Body):
     """One message; fields beside these go to the chat template as they are."""
 
     role: str = Field(max_length=64)
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Many[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -26,12 +26,12 @@ class Tool(Body):
 
 
 class ChatBody(SamplingBody):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    tools: Many[Tool] | None = Field(None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=64)
@@ -39,9 +39,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    modalities: list[str] | None = None
+    modalities: Many[str] | None = None
     audio: dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Many[dict[str, Any]] | None = None
     function_call: Any = None
 
 

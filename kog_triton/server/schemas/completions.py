@@ -2,14 +2,14 @@
 
 from pydantic import Field
 
-from kog_triton.server.schemas.sampling import SamplingBody
+from kog_triton.server.schemas.sampling import Many, SamplingBody
 
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 20
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: int | None = Field(16, ge=0, lt=1 << 31)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

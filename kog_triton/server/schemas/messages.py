@@ -7,7 +7,7 @@ from pydantic import Field
 
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody
-from kog_triton.server.schemas.sampling import Body
+from kog_triton.server.schemas.sampling import Body, Many
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
 CHANGING = "x-anthropic-billing-header:"
@@ -15,16 +15,16 @@ CHANGING = "x-anthropic-billing-header:"
 
 class MessageBlock(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Many[dict[str, Any]]
 
 
 class Conversation(Body):
     """What a request is made of, and a count of its tokens asks for."""
 
     model: str = ""
-    messages: list[MessageBlock] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
+    messages: Many[MessageBlock] = Field(min_length=1)
+    system: str | Many[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = Field(default=None, max_length=1024)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
@@ -64,7 +64,7 @@ class MessagesBody(Conversation):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     stream: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
     stream_interval: int | None = Field(default=None, ge=0, le=1 << 16)

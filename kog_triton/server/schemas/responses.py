@@ -6,7 +6,7 @@ from pydantic import Field
 
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody
-from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body
+from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, Many
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -30,21 +30,21 @@ class ResponsesBody(Body):
     """Nothing is stored: what needs a store is refused."""
 
     model: str = ""
-    input: str | list[dict[str, Any]]
+    input: str | Many[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
+    tools: Many[dict[str, Any]] | None = Field(default=None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None

@@ -4,7 +4,7 @@ Ranges are SamplingParams' to check; here are types, and the bounds that a serve
 """
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -55,6 +55,11 @@ DIRECT = (
 )
 
 
+T = TypeVar("T")
+# A list that a client fills ends at its first wrong element: errors of a million take seconds and gigabytes.
+Many = Annotated[list[T], Field(fail_fast=True)]
+
+
 class Body(BaseModel):
     """A request; fields that are not known are named in the answer's header x-kog-ignored."""
 
@@ -84,7 +89,7 @@ class StructuredOutputsBody(BaseModel):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -128,8 +133,8 @@ class SamplingBody(Body):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=1024)
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -137,8 +142,8 @@ class SamplingBody(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=4096)
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = Field(None, max_length=1024)
+    allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] | None = Field(None, max_length=1024)
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormat | None = None
     cache_salt: str | None = Field(None, max_length=256)

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from kog_triton.server.schemas.chat import Message, Tool
-from kog_triton.server.schemas.sampling import Body
+from kog_triton.server.schemas.sampling import Body, Many
 
 
 class TokenizeBody(Body):
@@ -13,8 +13,8 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Many[Message] | None = Field(None, min_length=1)
+    tools: Many[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -23,4 +23,4 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str = ""
-    tokens: list[int]
+    tokens: Many[int]
