@@ -115,6 +115,7 @@ class Engine:
         self._lock = threading.Condition()
         self._paused = False
         self._inside = False  # the backend is at work
+        self.failures = 0  # calls of the backend in a row that it ended by an error of its own
         self._unready: Unready | None = (
             None  # the backend, while it may have something to make ready
         )
@@ -355,12 +356,14 @@ class Engine:
                 assert mailbox is not None, "who posts opens one"
             try:
                 self.backend.generate(mailbox)
+                self.failures = 0
                 if mailbox.yielding:
                     num_served = 0  # what it left resumes with the next call
             except BaseException as error:
                 with self._lock:
                     # What the backend left behind is not trusted: no slot's memory, no mailbox.
                     self._mailbox, num_served = None, self._num_posted
+                    self.failures += 1
                     self._forget()
                     self._fail_all(error)
 

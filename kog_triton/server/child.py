@@ -22,6 +22,8 @@ from kog_triton.server.outbox import Outbox
 if TYPE_CHECKING:
     from kog_triton.llm import LLM
 
+# Calls of the backend in a row that raised: no request of a GPU whose context is lost ends well in this process.
+MOST_FAILURES = 2
 BEAT_S = 0.25  # between heartbeats, the server's watchdog counts several of them
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
@@ -91,6 +93,11 @@ class EngineServer:
     def _beat(self) -> None:
         engine = self._llm.engine
         while not engine.closed:
+            if engine.failures >= MOST_FAILURES:
+                told = f"kog: the backend failed {engine.failures} times in a row: this engine ends"
+                print(told, file=sys.stderr, flush=True)
+                time.sleep(BEAT_S)  # what was told of it is on its way
+                os._exit(1)
             running = engine.num_slots - engine.num_free_slots
             beat = wire.Beat(engine.beats, running, compiling())
             self._outbox.send(wire.frame(beat))

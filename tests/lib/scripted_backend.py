@@ -59,6 +59,7 @@ class ScriptedBackend:
     name = "scripted"
     gpu = None
     num_devices = 1
+    gone = False
 
     @classmethod
     def availability(cls) -> Availability:
@@ -72,6 +73,8 @@ class ScriptedBackend:
         self.held: list[list[int]] = [[] for _ in range(options.num_slots)]
 
     def generate(self, mailbox: Mailbox) -> None:
+        if self.gone:
+            raise RuntimeError("the device is gone")
         with exact_sleeps():
             self._serve(mailbox, mailbox.resumed)
 
@@ -219,6 +222,11 @@ def _crash(mailbox: Mailbox, slot: int) -> None:
     raise RuntimeError("the device is gone")
 
 
+def _gone(mailbox: Mailbox, slot: int) -> None:
+    ScriptedBackend.gone = True  # as long as this process lives
+    _crash(mailbox, slot)
+
+
 def _compile(mailbox: Mailbox, slot: int) -> None:
     """A compiler that takes its time, as in the first launch of a kernel."""
     with told_if_slow("a kernel"):
@@ -233,6 +241,7 @@ FAULTS = {
     "nan": _nan,
     "memory": _memory,
     "crash": _crash,
+    "gone": _gone,
 }
 
 

@@ -149,6 +149,20 @@ def test_a_request_that_fails_fails_alone(fragile, figure, name, fault, status, 
     figure(name, f"{status}, next answer as before, no restart")
 
 
+def test_a_device_that_is_gone_for_good_ends_its_engine(fragile, figure):
+    """After a second request that it failed, for whatever reason the first one did."""
+    restarts = fragile.metric("kog:engine_restarts_total")
+    for prompt in (fragile.play("lost", "abc", faults={"1": "gone"}), "x"):
+        body = {"messages": [{"role": "user", "content": prompt}]}
+        response = fragile.post("/v1/chat/completions", body)
+        assert response.status_code == 500
+        assert "the device is gone" in response.json()["error"]["message"]
+    restarted = wait_for(lambda: fragile.metric("kog:engine_restarts_total") == restarts + 1)
+    wait_for(lambda: ready(fragile))
+    assert fragile.chat("x")["choices"][0]["message"]["content"] == "ok"
+    figure("R4, for good", f"a new engine {restarted:.1f} s after the second failure")
+
+
 def gone(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z"
