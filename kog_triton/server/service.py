@@ -1,6 +1,7 @@
 """What the routes share: the engine, the model, who may enter, and what is counted."""
 
 import asyncio
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kog_triton.errors import TooLong
@@ -24,6 +25,8 @@ class Service:
     interval: Interval = field(default_factory=Interval)
     keep_alive_s: float = 15.0  # of silence in a stream until a comment is sent, 0 for none
     opened: ServedModel | None = None
+    # One check at a time runs: those that wait hold no thread that texts are encoded in.
+    _checker: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "kog-grammar"))
 
     @property
     def model(self) -> ServedModel:
@@ -59,7 +62,8 @@ class Service:
         """RequestError for a constraint that is invalid, or too much for a process that is bounded."""
         for shape in {job.params.structured_outputs for job in jobs} - {None}:
             assert shape is not None
-            await asyncio.to_thread(try_constraint, *shape.constraint)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._checker, try_constraint, *shape.constraint)
 
     def samples(self, jobs: list[Job], interval: Interval) -> Samples:
         return Samples(self.supervisor, self.model, self.metrics, jobs, interval)

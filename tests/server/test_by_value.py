@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import socket
+import threading
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,9 @@ from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
+from kog_triton.sampling.structured import StructuredOutputsParams
 from kog_triton.server import figures, run
+from kog_triton.server import service as service_module
 from kog_triton.server.admission import Admission
 from kog_triton.server.asked import read_chat, render, template_kwargs
 from kog_triton.server.completion_answer import CompletionAnswer
@@ -563,6 +566,32 @@ def test_every_list_that_a_client_fills_is_looked_at():
         for name, field in kind.model_fields.items():
             if "list[" in str(field.annotation) and (kind, name) not in named | held:
                 assert name in ("stop_token_ids", "allowed_token_ids", "bad_words", "stop"), name
+
+
+def test_slow_checks_of_grammars_keep_no_text_from_being_encoded(monkeypatch):
+    begun, go_on = [], threading.Event()
+
+    def slow(*constraint):
+        begun.append(constraint)
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(service_module, "try_constraint", slow)
+    shaped = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    service = service_module.Service(None, ServerMetrics(), None)
+
+    async def ask():
+        checks = [
+            asyncio.create_task(service.check_shapes([Job("x", (1,), shaped)])) for _ in range(64)
+        ]
+        while not begun:
+            await asyncio.sleep(0.001)
+        encoded = await asyncio.wait_for(asyncio.to_thread(len, "text"), 5)
+        assert len(begun) == 1
+        go_on.set()
+        await asyncio.gather(*checks)
+        return encoded
+
+    assert asyncio.run(ask()) == 4 and len(begun) == 64
 
 
 def test_tools_that_cannot_reach_the_model_are_refused():
