@@ -89,8 +89,8 @@ def test_logits_of_every_position(case):
 PLANTED = {
     # What threads of a wave publish is put off until others of it have seen it: they never do.
     "threads go apart": (
-        "__builtin_amdgcn_wave_barrier(); }\nKOG_DEVICE u32 threads_with",
-        "}\nKOG_DEVICE u32 threads_with",
+        "rejoin() { __builtin_amdgcn_wave_barrier(); }",
+        "rejoin() {}",
     ),
     # Rows of the cache stay in one XCD's L2.
     "a cache row is not written through": ("store_scoped<kAgent>(p, v)", "*in_memory(p) = v"),
