@@ -96,7 +96,7 @@ FAULTS = (
     ),
     Fault(
         "server/run.py",
-        "if settings.uds.is_socket():  # of a server that has gone",
+        "if settings.uds.is_socket():",
         "if settings.uds.exists():",
         "server/test_by_value.py",
         "--uds deletes any file",
