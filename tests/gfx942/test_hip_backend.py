@@ -19,7 +19,7 @@ from kog_triton.backends.hip import column_layout, objects, prebuild, selftest, 
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.checkpoint.folder import Checkpoint
-from kog_triton.errors import DeviceError, KogError
+from kog_triton.errors import DeviceError
 from tests.lib.compiled import made_once
 from tests.lib.fake_hip import FakeHip
 from tests.lib.gfx942.executor import operations
@@ -28,6 +28,7 @@ from tests.lib.gfx942.requests import expected as expected_of
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.hip_machine import install, save_model, see
 from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.refusals import refusal
 
 PROMPTS = [[3, 42, 12], [7, 7, 30, 1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -199,14 +200,6 @@ def test_a_model_whose_columns_find_no_room_takes_turns(hip, model, expected, mo
 
 
 # ---- what goes wrong is one line ----
-
-
-def refusal(act) -> str:
-    with pytest.raises(KogError) as refused:
-        act()
-    text = str(refused.value)
-    assert "\n" not in text
-    return text
 
 
 def test_no_gpu(hip, model):

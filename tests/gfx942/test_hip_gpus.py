@@ -15,7 +15,6 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.hip import backend, peers, prebuild, rank_selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
-from kog_triton.errors import KogError
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.topology import GPUS
 from tests.lib.fake_hip_gpus import FakeGpus
@@ -24,6 +23,7 @@ from tests.lib.gfx942.hip_kernel import INCLUDES
 from tests.lib.gfx942.requests import ASKED, reference_tokens, tokens_of
 from tests.lib.hip_machine import install, save_model
 from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.refusals import refusal
 from tests.lib.triton_cases import lanes
 
 PROMPT = [3, 42, 12]
@@ -117,14 +117,6 @@ def test_what_ranks_tell_each_other_is_freed_with_the_model(machine, model):
 
 
 # ---- what goes wrong is one line ----
-
-
-def refusal(act) -> str:
-    with pytest.raises(KogError) as refused:
-        act()
-    text = str(refused.value)
-    assert "\n" not in text
-    return text
 
 
 def test_more_gpus_than_there_are(machine, model):

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
 
 from kog_triton import serve
 from kog_triton.errors import DeviceError, ModelError, RequestError, RunError, TooLong
@@ -33,11 +32,6 @@ from kog_triton.server.problems import Problem, problem_of
 from kog_triton.server.run import Settings, bind
 from kog_triton.server.samples import Job, News
 from kog_triton.server.schemas.chat import ChatBody, Message
-from kog_triton.server.schemas.completions import CompletionBody
-from kog_triton.server.schemas.messages import MessagesBody
-from kog_triton.server.schemas.responses import ResponsesBody
-from kog_triton.server.schemas.sampling import StructuredOutputsBody
-from kog_triton.server.schemas.tokens import DetokenizeBody, TokenizeBody
 from kog_triton.server.supervisor import EngineLost, Supervisor
 from kog_triton.server.wire import Opened
 
@@ -535,37 +529,6 @@ def test_log_probabilities_of_a_token_without_text_come_with_the_text_behind_it(
     event = answer.event([News(0, Delta("é", [3], whole), 2)], 0.2)
     told = json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]
     assert told["tokens"] == ["\ufffd", "é"]
-
-
-LISTS = {  # of which a client may send any number of wrong elements
-    ChatBody: ("messages", "tools", "stop", "bad_words", "allowed_token_ids"),
-    CompletionBody: ("prompt", "stop", "stop_token_ids"),
-    DetokenizeBody: ("tokens",),
-    MessagesBody: ("messages", "system", "tools", "stop_sequences"),
-    Message: ("content", "tool_calls"),
-    ResponsesBody: ("input", "tools", "include"),
-    StructuredOutputsBody: ("choice",),
-    TokenizeBody: ("messages", "tools"),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in LISTS.items() for name in names]
-)
-def test_a_list_ends_at_its_first_wrong_element(kind, name):
-    """An error of each of a million would take seconds and gigabytes."""
-    with pytest.raises(ValidationError) as found:
-        kind.model_validate({name: [3.5] * 1000})
-    assert 1 <= found.value.error_count() < 10
-
-
-def test_every_list_that_a_client_fills_is_looked_at():
-    named = {(kind, name) for kind, names in LISTS.items() for name in names}
-    held = {(ChatBody, "modalities"), (ChatBody, "functions")}  # refused whatever they hold
-    for kind in LISTS:
-        for name, field in kind.model_fields.items():
-            if "list[" in str(field.annotation) and (kind, name) not in named | held:
-                assert name in ("stop_token_ids", "allowed_token_ids", "bad_words", "stop"), name
 
 
 def test_slow_checks_of_grammars_keep_no_text_from_being_encoded(monkeypatch):
