@@ -2,6 +2,7 @@
 it is to see."""
 
 import dataclasses
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -96,7 +97,14 @@ def test_prompts_are_cancelled_between_their_slices(monkeypatch):
     monkeypatch.setattr(rank_soak, "HANG_S", PATIENT_S)
     one = Soak(backend, requests_of(100, 60, (30,), (2,)), 4)
     monkeypatch.setattr(rank_soak, "CANCELS", 1.0)
-    found = one.run(lambda: one.found.inside or one.found.requests >= 12)
+    gc.collect()
+    gc.disable()
+    try:
+        found = one.run(lambda: one.found.inside or one.found.requests >= 12)
+        held = [run for run in gc.get_objects() if type(run) is ranks.RankRun]
+    finally:
+        gc.enable()
+    assert not held  # its tensors are those of a whole pass
     assert found.inside and found.cancelled >= found.inside and found.holds
     assert f"({found.cancelled} cancelled, {found.inside} of them inside a prompt, " in found.line(
         ""

@@ -1,6 +1,7 @@
 """What a soak keeps of its requests, so that an answer that differs tells its cause: how its prompt ran and what ran
 meanwhile, and by kind of request how many differ."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,11 +42,12 @@ class Way:
 
 
 class Ways:
-    """How prompts run on a backend: the last one of every slot, while `watched`."""
+    """How prompts run on a backend: the last one of every slot, while `watched`. It keeps no run: one that is called
+    off inside its prompt holds tensors of all GPUs."""
 
     def __init__(self) -> None:
         self.of_slot: dict[int, Way] = {}
-        self._open: list[tuple[Way, PromptRun]] = []
+        self._open: list[tuple[Way, weakref.ref[PromptRun]]] = []
 
     @contextmanager
     def watched(self, backend: Any) -> Iterator[None]:
@@ -65,8 +67,8 @@ class Ways:
             del backend._prompt
 
     def _watch(self, run: PromptRun, way: Way) -> None:
-        begin, advance = run._begin, run.advance
-        way.by = type(run).__name__
+        begin, kind, held = run._begin, type(run), weakref.ref(run)
+        way.by = kind.__name__
 
         def pieces(at_once: bool) -> Iterator[Piece]:
             for piece in begin(at_once):
@@ -76,23 +78,25 @@ class Ways:
                     way.rows[piece.rows] += 1
 
         def sliced(seconds: float, at_once: bool = False) -> bool:
-            for other, theirs in self._open:
-                if theirs is not run and theirs._pieces is not None:
-                    other.between[run.end] += 1
+            one = held()
+            assert one is not None, "who calls it has it"
+            for other, ref in self._open:
+                theirs = ref()
+                if theirs is not None and theirs is not one and theirs._pieces is not None:
+                    other.between[one.end] += 1
             way.at_once = at_once if not way.slices else way.at_once
             way.slices.append(0)
             ended = True
             try:
-                ended = advance(seconds, at_once)
+                ended = kind.advance(one, seconds, at_once)
             finally:
                 way.inside = not ended
                 if ended:
-                    self._open = [held for held in self._open if held[1] is not run]
+                    self._open = [(way, ref) for way, ref in self._open if ref() not in (None, one)]
             return ended
 
         run._begin, run.advance = pieces, sliced  # type: ignore[method-assign]
-        # Those that were called off are never heard of again: no more than slots hold.
-        self._open = [*self._open[-63:], (way, run)]
+        self._open = [*((way, ref) for way, ref in self._open if ref() is not None), (way, held)]
 
 
 @dataclass
