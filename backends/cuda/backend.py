@@ -316,7 +316,7 @@ class CudaBackend(PromptsBeside):
         return library.begin(tokens, first, caches[0], streams[0])
 
     def _gave_up(self) -> str:
-        """On several GPUs: of the last pass of short prompts, or else of the library's."""
+        """On several GPUs: of a pass of short prompts, or else of the library's."""
         said = "" if self.short is None else self.short.gave_up()
         if not said and isinstance(self.library, RankPrefill):
             said = self.library.gave_up()

@@ -43,7 +43,7 @@ class CudaLauncher:
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
     run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
     heads   starts the kernel of first tokens on slots, one behind the other or together
-    gave_up what the last pass of short prompts has waited for in vain, or ""
+    gave_up what a prompt's pass has waited for in vain that was not told yet, or ""
     aside   inside, what is read waits for nothing that others have queued
     whole   a request alone is one launch: no cancel is heard before its first token
     """

@@ -120,6 +120,9 @@ class PromptsBeside:
             )
             if short:
                 self.short = self._open_short(lowering, held, ranks.layers)
+            for device in self.devices:  # memory that other GPUs write is zero before they do
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
             return ranks
         (one,) = held
         buckets = bucket_sizes(self.max_context)

@@ -150,6 +150,7 @@ class PushedExchange:
             RankEnd(rank, schedule, self._memory, ready, limit) for rank in range(len(devices))
         ]
         self._devices, self._number, self._open = devices, 0, False
+        self._told = 0  # the last exchange that was told to have been waited for in vain
 
     def outputs(self, rank: int) -> Outputs:
         return self.ends[rank]
@@ -176,10 +177,11 @@ class PushedExchange:
                     act(end)
 
     def gave_up(self) -> str:
-        """What the last pass has waited for in vain; waits for GPUs. "" if all came."""
+        """What a pass has waited for in vain that was not told before; waits for GPUs. "" if all came."""
         for rank, memory in enumerate(self._memory):
             number, word = memory.gave_up.tolist()
-            if number >> 16 == self._number and self._number:
+            if number >> 16 > self._told >> 16:
+                self._told = number
                 return (
                     f"a wait of a prompt's pass expired: rank {rank}, exchange {number & 0xFFFF}: nothing from rank "
                     f"{word // BLOCKS}"

@@ -250,17 +250,18 @@ class ShortPass:
         """Of a pass, in order: what puts each on a stream."""
         return self._launches[kernel]
 
-    def gave_up(self, number: int) -> str:
-        """What a pass of that number has waited for in vain on this GPU; waits for the GPU. "" if all came."""
+    def gave_up(self, told: int) -> tuple[int, str]:
+        """The number of the last pass behind `told` that has waited in vain on this GPU, and for what; waits for the
+        GPU. `told` and "" if all came."""
         if self.linked is None:
-            return ""
+            return told, ""
         rank, links, _ = self.linked
         last, where = links[rank].gave_up.tolist()
-        index = last - number * self._exchanges - 1
-        if index not in range(self._exchanges):
-            return ""
+        number, index = divmod(last - 1, self._exchanges)
+        if number <= told:
+            return told, ""
         stage = ("attention_out", "mlp_out")[index % 2]
-        return (
+        return number, (
             f"a wait of a prompt's pass expired: rank {rank}, layer {index // 2}, {stage}, token {where >> 8}: "
             f"nothing from rank {where & 0xFF}"
         )

@@ -73,7 +73,7 @@ class ShortPrompts:
         self.device, *self.others = (one.device for one in passes)
         self._graphs: dict[ProductKernel, list[torch.cuda.CUDAGraph]] = {}
         self._to_capture = list(SHORT_KERNELS) if self.device.type == "cuda" else []
-        self._number = 0  # of the last pass
+        self._number = self._told = 0  # of the last pass, and of the last that was told to have waited in vain
         self.last_ended: Callable[[], bool] = lambda: True  # that pass has, on the first GPU
 
     def takes(self, request: Request) -> bool:
@@ -104,8 +104,13 @@ class ShortPrompts:
         self.last_ended = reached(self.device)
 
     def gave_up(self) -> str:
-        """What the last pass has waited for in vain; waits for GPUs. "" if all came."""
-        return next((said for one in self._passes if (said := one.gave_up(self._number))), "")
+        """What a pass has waited for in vain that was not told before; waits for GPUs. "" if all came."""
+        for one in self._passes:
+            number, said = one.gave_up(self._told)
+            if said:
+                self._told = number
+                return said
+        return ""
 
     def make_ready(self) -> bool:
         """Capture one more pass's graphs, which take the host less than its launches; whether there are others."""

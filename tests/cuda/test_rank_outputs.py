@@ -87,11 +87,29 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_pass_runs():
     right = exchange.ends[1]._pushes
     exchange.ends[1]._pushes = lambda stream: None
     _, streams = left(ours, name, ranks, tokens_of(5))
-    assert ours.gave_up() == (
-        "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1"
-    )
     assert streams[0].isnan().any(), "what is void is no number"
     exchange.ends[1]._pushes = right
+    assert equal(left(ours, name, ranks, tokens_of(5)), want)
+    assert ours.gave_up() == (  # behind a pass to which all came
+        "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1"
+    )
+    assert ours.gave_up() == ""
+
+
+def test_a_pass_that_fails_on_one_rank_lets_the_others_go(monkeypatch):
+    name, ranks = CASES[0]
+    exchange = exchange_of(name, ranks)
+    ours = opened(name, ranks, exchange)
+    want = left(ours, name, ranks, tokens_of(5))
+
+    def fails(o):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(exchange.ends[1], "send", fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            left(ours, name, ranks, tokens_of(5))
+        assert [end._push.index for end in exchange.ends] == [LAST] * ranks
     assert equal(left(ours, name, ranks, tokens_of(5)), want) and ours.gave_up() == ""
 
 

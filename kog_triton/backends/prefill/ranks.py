@@ -9,7 +9,7 @@ and what stands behind a cached prefix, runs in eager chunks.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -64,7 +64,7 @@ class RankExchange(Protocol):
         """Of a pass, on all ranks."""
 
     def gave_up(self) -> str:
-        """What the last pass has waited for in vain, or ""."""
+        """What a pass has waited for in vain that nobody was told of yet, or ""."""
 
     @property
     def nbytes(self) -> int: ...
@@ -313,11 +313,10 @@ class RankPrefill:
         for held in self._buckets:
             held.write(ids, size)
         if size in self._graphs and (at_once or size <= UNCUT):
-            self._exchange.begin()
-            for walk, graph in zip(self._passes, self._graphs[size], strict=True):
-                with on_device(walk.device):
-                    graph.replay()
-            self._exchange.end()
+            with self._exchanged():
+                for walk, graph in zip(self._passes, self._graphs[size], strict=True):
+                    with on_device(walk.device):
+                        graph.replay()
         else:
             runs = [held.layers_of(size) for held in self._buckets]
             yield from (piece_of(0, work) for work in self._whole(runs))
@@ -359,8 +358,18 @@ class RankPrefill:
 
         One that is called off ends here whenever it is freed, which may be inside of another: it touches nothing then.
         """
+        with self._exchanged():
+            yield from self._together(runs)
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """Around a pass. One that fails on a rank ends at once: the other ranks wait for what it was to send."""
         self._exchange.begin()
-        yield from self._together(runs)
+        try:
+            yield
+        except Exception:
+            self._exchange.end()
+            raise
         self._exchange.end()
 
     def _together(self, runs: Sequence[Iterator[Work]]) -> Iterator[Work]:
