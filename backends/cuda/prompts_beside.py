@@ -72,7 +72,7 @@ class PromptsBeside:
     # Whether short prompts have a pass of their own, where its kernels read the model.
     short_passes = True
     # Whether kernels bring module outputs of prompts' passes to all GPUs; else torch's copies do, and no pass is short.
-    rank_outputs = False  # until a soak of mixed prompts holds: benchmarks/cuda-log.md#rank-passes
+    rank_outputs = True
 
     @property
     def _most_blocks(self) -> int:
