@@ -73,7 +73,9 @@ class ShortPrompts:
         self.device, *self.others = (one.device for one in passes)
         self._graphs: dict[ProductKernel, list[torch.cuda.CUDAGraph]] = {}
         self._to_capture = list(SHORT_KERNELS) if self.device.type == "cuda" else []
-        self._number = self._told = 0  # of the last pass, and of the last that was told to have waited in vain
+        self._number = self._told = (
+            0  # of the last pass, and of the last that was told to have waited in vain
+        )
         self.last_ended: Callable[[], bool] = lambda: True  # that pass has, on the first GPU
 
     def takes(self, request: Request) -> bool:

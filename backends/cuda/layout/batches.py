@@ -56,8 +56,8 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     if columns == 1:
         return steps if steps <= HELD_STEPS else 0
     if read := read_steps(lo, stage, columns):
-        # One at least lies in memory: where all that is not read is held, a loop of Qwen2.5-Coder-1.5B's down_proj spills
-        # 22 registers on sm_120a, and 10 with one less.
+        # One at least lies in memory: where all that is not read is held, a loop of Qwen2.5-Coder-1.5B's down_proj
+        # spills 22 registers on sm_120a, and 10 with one less.
         return min(HELD_BESIDE_READ_WORDS // row_words(lo, stage, columns), steps - read - 1)
     return _most_held(lo, stage, columns)
 
