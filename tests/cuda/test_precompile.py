@@ -328,6 +328,7 @@ from kog_triton import LLM
 with LLM() as llm:
     assert llm.choice.name == "cuda"
     print(llm.generate("def f(", llm.get_default_sampling_params(temperature=0, max_tokens=16))[0].outputs[0].text)
+    llm.engine.backend.settle()  # a kernel that makes tokens alone may have been sooner than the whole one
 """
 SECOND = "import sys; from kog_triton.generate import main; sys.exit(main(sys.argv[1:]))"
 

@@ -103,5 +103,5 @@ def test_it_finds_nothing(tool, case, unwatched, cache, tmp_path):
 
 @pytest.mark.parametrize(("tool", "case", "fault"), PLANTED)
 def test_it_finds_what_is_planted(tool, case, fault, cache, tmp_path):
-    _, clean = watch(tool, case, fault, tmp_path, cache)
-    assert not clean
+    done, clean = watch(tool, case, fault, tmp_path, cache)
+    assert not clean, done.stdout[-4000:]
