@@ -37,6 +37,7 @@ QUIET_S = 0.25
 # 0.1 to 0.3 ms. It keeps the engine in memory as long.
 LINGER_S = 1.0
 MAX_WAITING = 1024  # requests that may wait for a slot
+MAX_SLOTS = 1 << 16  # or places in line; beyond any machine: more is a mistake
 COMPARED = 512  # ids at once
 
 
@@ -173,12 +174,7 @@ class Engine:
         `params.structured_outputs` takes the place of `mask`.
         """
         ids = self.check_ids(prompt_token_ids)
-        room = self.max_context - len(ids)
-        if room < 1:
-            raise TooLong(
-                f"the prompt has {len(ids)} tokens and the context holds {self.max_context}: "
-                "shorten the prompt to leave room for an answer"
-            )
+        room = room_behind(len(ids), self.max_context)
         if params.max_tokens is not None and params.max_tokens > room and not ends_with_context:
             raise TooLong(
                 f"prompt {len(ids)} + max_tokens {params.max_tokens} exceeds the context of "
@@ -428,6 +424,16 @@ class Engine:
         with self._lock:
             self._lock.wait_for(lambda: not self._paused)
         self.backend.close()
+
+
+def room_behind(prompt: int, max_context: int) -> int:
+    """Tokens that an answer to a prompt of so many may have; TooLong if none."""
+    if prompt >= max_context:
+        raise TooLong(
+            f"the prompt has {prompt} tokens and the context holds {max_context}: "
+            "shorten the prompt to leave room for an answer"
+        )
+    return max_context - prompt
 
 
 def check_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from kog_triton.backends.choose import Choice, choose
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.hub import TOKENIZER_FILES, model_folder
 from kog_triton.demo import checkpoint_path
-from kog_triton.engine import MAX_WAITING, Engine, Job
+from kog_triton.engine import MAX_SLOTS, MAX_WAITING, Engine, Job
 from kog_triton.errors import DeviceError, RequestError, wrong
 from kog_triton.generation import Generation
 from kog_triton.llm_arguments import (
@@ -60,7 +60,7 @@ from kog_triton.vllm_names import check_others, no_attribute
 log = logging.getLogger(__name__)
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
-MAX_SLOTS, MAX_DEVICES = 1 << 16, 1 << 10  # beyond any machine: more is a mistake
+MAX_DEVICES = 1 << 10  # beyond any machine: more is a mistake
 
 
 class LLM:

@@ -95,11 +95,11 @@ class Answer(Response):
         self._last_sent, self._sending_since = time.perf_counter(), math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.create_task(self._watch(receive))]
+        watched = (self._watch(receive), self._watch_sends(scope.get(ABORT)))
+        tasks = [asyncio.create_task(one) for one in watched]
         try:
             with self._entered:
                 if self._stream:
-                    tasks.append(asyncio.create_task(self._watch_sends(scope.get(ABORT))))
                     await self._tell_stream(send, tasks)
                 else:
                     await self._tell_whole(send)
@@ -117,7 +117,7 @@ class Answer(Response):
         while abort is not None:
             await asyncio.sleep(SEND_S / 10)
             if time.perf_counter() - self._sending_since > SEND_S:
-                log.warning("a client did not read its stream for %g s: it is cut off", SEND_S)
+                log.warning("a client did not read its answer for %g s: it is cut off", SEND_S)
                 abort()
 
     async def _tell_whole(self, send: Send) -> None:
@@ -135,7 +135,8 @@ class Answer(Response):
             headers += [(k.encode(), v.encode()) for k, v in (problem.headers or {}).items()]
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await self._send(send, body)
+        await send({"type": "http.response.body", "body": b""})
 
     async def _tell_stream(self, send: Send, tasks: list[asyncio.Task[None]]) -> None:
         headers = [*STREAM_HEADERS, *self._extra]

@@ -21,6 +21,7 @@ import uvicorn
 
 from kog_triton.checkpoint.gguf.file import Directory
 from kog_triton.checkpoint.hub import gguf_file
+from kog_triton.engine import MAX_SLOTS
 from kog_triton.errors import RequestError
 from kog_triton.server.admission import Admission
 from kog_triton.server.app import make_app
@@ -31,6 +32,7 @@ from kog_triton.server.pacing import Interval
 from kog_triton.server.service import Service
 from kog_triton.server.supervisor import Supervisor
 from kog_triton.text import Tokenizer
+from kog_triton.text.chat import render
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 
 log = logging.getLogger(__name__)
@@ -105,9 +107,12 @@ async def serve(settings: Settings) -> int:
     """Until a signal; the exit code. KogError if the model cannot be opened."""
     listener = bind(settings)
     metrics = ServerMetrics()
-    supervisor = Supervisor(settings.llm, settings.silent_s, metrics.inter_token.observe)
     num_slots = settings.llm["num_slots"]
     queued = max(8, 4 * num_slots) if settings.max_queued is None else settings.max_queued
+    # Each request has as many samples in line as there are slots (samples.py): who has entered finds room there.
+    in_line = min(MAX_SLOTS, (num_slots + queued) * num_slots)
+    options = settings.llm | {"max_waiting": in_line}
+    supervisor = Supervisor(options, settings.silent_s, metrics.inter_token.observe)
     service = Service(
         supervisor,
         metrics,
@@ -159,14 +164,16 @@ def _tokenizer_of(place: str) -> Tokenizer:
 
 
 async def _open(supervisor: Supervisor, service: Service, settings: Settings) -> None:
+    template = settings.chat_template
+    if template is not None:
+        words = {"messages": [{"role": "user", "content": "x"}]}
+        # A template may refuse these words; what is none is a ModelError, ahead of a model that takes long to load.
+        with contextlib.suppress(RequestError):
+            await asyncio.to_thread(render, template, words, True)
     opened = await supervisor.start()
     tokenizer = await asyncio.to_thread(_tokenizer_of, opened.folder)
-    if settings.chat_template is not None:
-        tokenizer.chat_templates = {"default": settings.chat_template}
-        with contextlib.suppress(
-            RequestError
-        ):  # a template may refuse these words; what is none is a ModelError
-            await asyncio.to_thread(tokenizer.encode_chat, [{"role": "user", "content": "x"}])
+    if template is not None:
+        tokenizer.chat_templates = {"default": template}
     names = names_of(settings)
     service.opened = ServedModel(
         opened,

@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from kog_triton.engine import room_behind
 from kog_triton.errors import TooLong
 from kog_triton.server.admission import Admission
 from kog_triton.server.metrics import ServerMetrics
@@ -57,6 +58,11 @@ class Service:
             raise TooLong(
                 f"the prompt has {characters} characters and the context holds {most} tokens: shorten the prompt"
             )
+
+    def check_rooms(self, jobs: list[Job]) -> None:
+        """TooLong for a prompt that leaves no room for an answer, before its ids travel to the engine."""
+        for job in jobs:
+            room_behind(len(job.token_ids), self.model.opened.max_context)
 
     async def check_shapes(self, jobs: list[Job]) -> None:
         """RequestError for a constraint that is invalid, or too much for a process that is bounded."""

@@ -138,7 +138,9 @@ def one_token(fault: str) -> None:
     if "initcheck" in fault:
         gains = backend.memory.gains
         held = torch.empty_like(gains)
-        held[..., 1:] = gains[..., 1:]  # one of a row is enough: each that is read is told, which takes long
+        held[..., 1:] = gains[
+            ..., 1:
+        ]  # one of a row is enough: each that is read is told, which takes long
         gains.set_(held)
     ask(backend, PROMPT)
     ask(backend, PROMPT, params=ALL_RULES)

@@ -64,7 +64,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "host/test_command_lines.py",
         "host/test_arguments.py",
         "server/test_limits.py",
-        "server/test_by_value.py",
+        "server/test_start_by_value.py",
     ),
     "server/limits.py": ("server/test_limits.py", "server/test_by_value.py"),
     "vllm_names.py": ("host/test_vllm_names.py", "host/test_llm_arguments.py"),

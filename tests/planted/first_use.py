@@ -98,7 +98,7 @@ FAULTS = (
         "server/run.py",
         "if settings.uds.is_socket():",
         "if settings.uds.exists():",
-        "server/test_by_value.py",
+        "server/test_start_by_value.py",
         "--uds deletes any file",
     ),
     Fault(

@@ -210,7 +210,7 @@ FAULTS = (
         "serve.py",
         '"gpu_memory_utilization": args.gpu_memory_utilization',
         '"gpu_memory_utilization": None',
-        "server/test_by_value.py",
+        "server/test_start_by_value.py",
         "kog serve --gpu-memory-utilization is ignored",
     ),
     Fault(
@@ -245,7 +245,7 @@ FAULTS = (
         "server/run.py",
         "            settings.uds.unlink(missing_ok=True)\n",
         "            pass\n",
-        "server/test_by_value.py",
+        "server/test_start_by_value.py",
         "the socket's file stays when the server has gone",
     ),
     Fault(

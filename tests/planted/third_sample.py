@@ -91,7 +91,7 @@ FAULTS = (
         "serve.py",
         '"prefill": args.prefill,',
         '"prefill": "auto",',
-        "server/test_by_value.py",
+        "server/test_start_by_value.py",
         "kog serve --prefill is ignored",
     ),
     Fault(

@@ -1,25 +1,22 @@
-"""What the server tells and reads, by value and without a process: figures, metrics, limits, flags, conversations."""
+"""What the server tells and reads, by value and without a process: figures, metrics, limits, conversations."""
 
 import asyncio
 import json
 import math
-import socket
 import threading
 from contextlib import ExitStack
 from hashlib import sha256
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kog_triton import serve
 from kog_triton.errors import DeviceError, ModelError, RequestError, RunError, TooLong
 from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.structured import StructuredOutputsParams
-from kog_triton.server import figures, run
+from kog_triton.server import figures
 from kog_triton.server import service as service_module
 from kog_triton.server.admission import Admission
 from kog_triton.server.asked import read_chat, render, template_kwargs
@@ -29,11 +26,12 @@ from kog_triton.server.metrics import Counts, ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval, Pacing
 from kog_triton.server.problems import Problem, problem_of
-from kog_triton.server.run import Settings, bind
+from kog_triton.server.routes import generation, messages, tokens
 from kog_triton.server.samples import Job, News
 from kog_triton.server.schemas.chat import ChatBody, Message
+from kog_triton.server.schemas.messages import Conversation
+from kog_triton.server.schemas.tokens import DetokenizeBody, TokenizeBody
 from kog_triton.server.supervisor import EngineLost, Supervisor
-from kog_triton.server.wire import Opened
 
 
 def output(prompt=10, cached=4, made=5, reason="stop"):
@@ -241,6 +239,36 @@ def test_who_finds_no_place_is_counted_and_told_why():
     assert admission.num_refused == 2  # a draining server has places
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (tokens.tokenize, TokenizeBody(prompt="x")),
+        (tokens.detokenize, DetokenizeBody(tokens=[1])),
+        (messages.count_tokens, Conversation(messages=[{"role": "user", "content": "x"}])),
+    ],
+)
+def test_who_counts_tokens_needs_a_place_too(route, body):
+    """A flood of them would take the threads that encode prompts."""
+    service = SimpleNamespace(admission=Admission(0), check_name=lambda name: None)
+    request = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=service)))
+    with pytest.raises(Problem) as told:
+        asyncio.run(route(request, body))
+    assert told.value.code == "queue_full"
+
+
+def test_a_prompt_without_room_is_refused_before_its_ids_travel():
+    model = SimpleNamespace(opened=SimpleNamespace(max_context=8))
+    service = service_module.Service(None, ServerMetrics(), Admission(1), Interval(), 0)
+    service.opened = model
+
+    async def prepare():
+        return [Job(None, (1,) * 8, SamplingParams())], Interval(), None
+
+    with pytest.raises(TooLong, match="the prompt has 8 tokens and the context holds 8"):
+        asyncio.run(generation.answer(service, prepare, stream=False, ignored=[]))
+    assert service.admission.num_inside == 0
+
+
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize(("size", "passes"), [(8, True), (9, False)])
 def test_a_body_may_have_the_bytes_that_it_may_have(size, passes, told):
@@ -369,127 +397,6 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     assert messages[0] == {"role": "user", "content": "x"} and messages[1]["content"] == ""
     told = [call["function"]["arguments"] for call in messages[1]["tool_calls"]]
     assert told == [{"a": [1]}, {"arguments": "{bad"}, {}, {"b": 2}]
-
-
-# ---- flags ----
-
-
-def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
-    monkeypatch.delenv("KOG_API_KEY", raising=False)
-    flags = {
-        "--model": "m", "--max-model-len": 100, "--max-num-seqs": 3, "--gpu-memory-utilization": 0.5, "--dtype": "bf16",
-        "--backend": "reference", "--device": "cpu", "-tp": 2, "--prefill": "kernel", "--seed": 7, "--host": "::1",
-        "--port": 81, "--uds": tmp_path / "s", "--tool-call-parser": "hermes", "--reasoning-parser": "think",
-        "--chat-template": "{{ x }}", "--default-chat-template-kwargs": '{"enable_thinking": false}',
-        "--max-num-queued-reqs": 9, "--shutdown-timeout": 11.5, "--sse-keep-alive-interval": 12.5,
-        "--engine-timeout": 13.5, "--stream-interval": 6, "--stream-interval-ms": 14,
-    }  # fmt: skip
-    argv = [word for flag, value in flags.items() for word in (flag, str(value))]
-    argv += ["--served-model-name", "a", "b", "--api-key", "k1", "k2", "--enable-auto-tool-choice"]
-    settings = serve.parse(argv)
-    assert settings.llm == {
-        "model": "m", "backend": "reference", "devices": "cpu:2", "dtype": "bf16", "max_model_len": 100,
-        "num_slots": 3, "gpu_memory_utilization": 0.5, "seed": 7, "prefill": "kernel",
-    }  # fmt: skip
-    assert vars(settings) == vars(settings) | {
-        "host": "::1", "port": 81, "uds": tmp_path / "s", "keys": ("k1", "k2"), "names": ("a", "b"),
-        "tool_call_parser": "hermes", "reasoning_parser": "think", "chat_template": "{{ x }}",
-        "template_kwargs": {"enable_thinking": False}, "max_queued": 9, "keep_alive_s": 12.5, "drain_s": 11.5,
-        "silent_s": 13.5,
-    }  # fmt: skip
-    assert (settings.interval.seconds, settings.interval.tokens) == (0.014, 6)
-    every = {word for action in serve.build_parser()._actions for word in action.option_strings}
-    others = {
-        "-h",
-        "--help",
-        "--gpus",
-        "--tensor-parallel-size",
-        "--served-model-name",
-        "--api-key",
-    }
-    assert every == {*flags, *others, "--enable-auto-tool-choice"}
-
-
-def test_the_environment_has_a_key_where_no_flag_has(monkeypatch, capsys):
-    monkeypatch.setenv("KOG_API_KEY", "secret")
-    assert serve.parse([]).keys == ("secret",)
-    assert serve.parse(["--api-key", "other"]).keys == ("other",)
-    for keys in (
-        [""],
-        ["other", ""],
-    ):  # of a variable of the shell that is not set: not an open door
-        with pytest.raises(SystemExit):
-            serve.parse(["--api-key", *keys])
-        assert "--api-key is empty: give a key, or leave the flag out" in capsys.readouterr().err
-    monkeypatch.setenv("KOG_API_KEY", "")
-    assert serve.parse(["m"]).keys == () and serve.parse(["m"]).llm["model"] == "m"
-
-
-def test_a_name_that_is_empty_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        serve.parse(["--served-model-name", "a", ""])
-    assert "--served-model-name is empty: give a name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("template", "starts"), [("{{ x ", False), ("{{ raise_exception('no') }}", True)]
-)
-def test_a_template_that_is_none_ends_the_start(checkpoint, template, starts):
-    class Engine:
-        async def start(self):
-            return Opened(str(checkpoint), None, {}, [], "b", "", 2, 512, None, None, 0.0, {}, 0)
-
-    settings, service = Settings(llm={}, chat_template=template), SimpleNamespace(opened=None)
-    if starts:
-        asyncio.run(run._open(Engine(), service, settings))
-        assert service.opened.tokenizer.chat_templates == {"default": template}
-    else:
-        with pytest.raises(ModelError, match="the chat template, line 1: "):
-            asyncio.run(run._open(Engine(), service, settings))
-
-
-def test_a_socket_file_is_replaced_and_no_other_file_is(tmp_path):
-    place = Path(tmp_path / "s")
-    settings = Settings(llm={}, uds=place)
-    bind(settings).close()
-    assert place.is_socket()
-    listener = bind(settings)
-    with listener, socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(place))
-        with pytest.raises(RequestError, match="a server listens there: choose another --uds"):
-            bind(settings)
-        with socket.socket(socket.AF_UNIX) as another:
-            another.connect(str(place))
-    place.unlink()
-    place.write_text(json.dumps("mine"))
-    with pytest.raises(RequestError, match=f"cannot listen on {place}.*: choose another --uds"):
-        bind(settings)
-    assert place.read_text() == '"mine"'
-
-
-def test_a_server_that_ends_takes_its_socket_file_with_it(tmp_path, monkeypatch):
-    """Here by a model that does not open; uvicorn and the engine are fakes."""
-
-    class Engine:
-        def __init__(self, *arguments):
-            pass
-
-        async def start(self):
-            raise ModelError("no weights")
-
-        async def close(self):
-            assert place.is_socket()
-
-    async def serve_nothing(self, sockets):
-        while not self.should_exit:
-            await asyncio.sleep(0.01)
-
-    place = tmp_path / "s"
-    monkeypatch.setattr(run, "Supervisor", Engine)
-    monkeypatch.setattr(run.Server, "serve", serve_nothing)
-    with pytest.raises(ModelError, match="no weights"):
-        asyncio.run(run.serve(Settings(llm={"num_slots": 1}, uds=place)))
-    assert not place.exists()
 
 
 # ---- templates, echo, pace, restarts ----

@@ -218,7 +218,8 @@ def test_times_between_tokens_are_counted_by_the_backends_stamps(model):
     assert sum(float(le) < 0.005 for le in values) >= 8
 
 
-def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch, stream):
     """A send that does not end is found by a look now and then, and the connection is cut, which ends the send."""
     monkeypatch.setattr(answering, "SEND_S", 0.2)
 
@@ -235,6 +236,8 @@ def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch):
         begin = staticmethod(lambda: b"")
         event = staticmethod(lambda news, elapsed_s: b"data: x\n\n")
         last = staticmethod(lambda: b"data: [DONE]\n\n")
+        take = staticmethod(lambda news: None)
+        whole = staticmethod(lambda: {"text": "x"})
 
     async def run():
         cut, sent = asyncio.Event(), []
@@ -250,7 +253,7 @@ def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch):
 
         metrics = ServerMetrics()
         answer = answering.Answer(
-            Told(), Bytes(), metrics, ExitStack(), stream=True, keep_alive_s=0, ignored=[]
+            Told(), Bytes(), metrics, ExitStack(), stream=stream, keep_alive_s=0, ignored=[]
         )
         begun = time.perf_counter()
         await asyncio.wait_for(answer({"type": "http", ABORT: cut.set}, receive, send), 10)

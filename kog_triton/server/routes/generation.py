@@ -30,6 +30,7 @@ async def answer(
         stack.enter_context(service.admission.enter())
         try:
             jobs, interval, renderer = await prepare()
+            service.check_rooms(jobs)
             await service.check_shapes(jobs)
             samples = service.samples(jobs, interval if stream else WHOLE)
             await samples.start()

@@ -46,5 +46,6 @@ async def count_tokens(request: Request, body: Conversation) -> dict[str, int]:
     """How many tokens a conversation has."""
     service: Service = request.app.state.service
     service.check_name(body.model)
-    asked = await read_chat(service, ChatBody.model_validate(body.chat_fields()), "")
+    with service.admission.enter():
+        asked = await read_chat(service, ChatBody.model_validate(body.chat_fields()), "")
     return {"input_tokens": len(asked.job.token_ids)}

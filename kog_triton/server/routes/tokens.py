@@ -23,13 +23,14 @@ async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
     service.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Problem(400, "give prompt or messages, and not both", param="prompt")
-    if body.messages is not None:
-        kwargs = template_kwargs(service.model, body.chat_template_kwargs)
-        tools = usable_tools(body.tools)
-        ids = await render(service, body.messages, tools, body.add_generation_prompt, kwargs)
-    else:
-        special = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = await service.encode(body.prompt or "", special)
+    with service.admission.enter():
+        if body.messages is not None:
+            kwargs = template_kwargs(service.model, body.chat_template_kwargs)
+            tools = usable_tools(body.tools)
+            ids = await render(service, body.messages, tools, body.add_generation_prompt, kwargs)
+        else:
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+            ids = await service.encode(body.prompt or "", special)
     found: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.model.opened.max_context,
@@ -45,7 +46,8 @@ async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids, special tokens as they are written."""
     service: Service = request.app.state.service
     service.check_name(body.model)
-    if body.tokens:
-        check_ids(body.tokens, service.model.opened.spec.vocab_size)
-    text = await run_in_threadpool(service.model.tokenizer.decode, body.tokens, False)
+    with service.admission.enter():
+        if body.tokens:
+            check_ids(body.tokens, service.model.opened.spec.vocab_size)
+        text = await run_in_threadpool(service.model.tokenizer.decode, body.tokens, False)
     return {"prompt": text}
