@@ -150,7 +150,25 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         f"{partition.num_blocks} blocks; {cut}; "
         f"{s.spec.kv_bytes_per_position * s.kv_copies:,} bytes of KV cache a position"
         + (f", each KV head on {s.kv_copies} GPUs." if s.kv_copies > 1 else ".")
+        + shortage(s, per_gpu, gpu)
         + expectation(partition, gpu)
+    )
+
+
+def shortage(schedule: Schedule, per_gpu: int, gpu: Gpu, others: Sequence[int] = (2, 4, 8)) -> str:
+    """Of weights that a GPU has no room for, a line; else nothing. Each GPU holds the embedding beside its part.
+    `others`: on how many GPUs the backend would run."""
+    embedding = schedule.spec.weight_bytes("embed")
+    # A datasheet's GB are nearer 2^30 bytes: an H200 of 141 has 150.1e9 by its driver, an H100 of 80 has 85.0e9.
+    room = gpu.memory_bytes / 1e9 * 2**30
+    if per_gpu + embedding < room:
+        return ""
+    whole = per_gpu * schedule.num_ranks
+    counts = (n for n in others if n > schedule.num_ranks and whole / n + embedding < room)
+    enough = next((f"--gpus {n} at least, or " for n in counts), "")
+    return (
+        f"\nIt does not fit: a GPU would hold {(per_gpu + embedding) / 2**30:.1f} GiB of weights and has "
+        f"{room / 2**30:.0f}: choose {enough}a narrower --format."
     )
 
 
@@ -254,6 +272,7 @@ def tiles_summary(schedule: Schedule, tiles: Tiles, gpu: Gpu) -> str:
         f"{roofline * 1e6:.0f} us a token, KV cache not counted.\n"
         f"{tiles.num_blocks} blocks, {tiles.splits} splits of the context for a KV head of {tiles.kv_heads}; "
         f"{schedule.spec.kv_bytes_per_position:,} bytes of KV cache a position."
+        + shortage(schedule, real, gpu, ())
     )
 
 

@@ -48,3 +48,33 @@ def test_what_plan_does_not_take(words, said, capsys):
 def test_what_has_no_hip_plan(words, code, said, capsys):
     assert plan.main(words.split()) == code
     assert capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--shape llama-3.3-70b", None),  # 131 GiB of 141
+        (
+            "--shape mistral-large-123b",
+            "228.4 GiB of weights and has 141: choose --gpus 2 at least, or a",
+        ),
+        ("--shape mistral-large-123b --gpus 2", None),
+        (
+            "--shape llama-3.3-70b --device h100-pcie",
+            "GiB of weights and has 80: choose --gpus 2 at least, or a",
+        ),
+        ("--shape llama-3.3-70b --device h100-pcie --format int4-g128", None),
+        (
+            "--shape mistral-large-123b --backend triton --device rtx-5090",
+            "and has 32: choose a narrower",
+        ),
+        (
+            "--shape mistral-large-123b --backend hip --device mi300x",
+            "and has 192: choose --gpus 2 at least",
+        ),
+    ],
+)
+def test_a_model_that_no_gpu_holds_is_told_with_how_many_would(words, says, capsys):
+    assert plan.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert (says in out) if says else ("does not fit" not in out)
