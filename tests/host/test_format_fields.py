@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from kog_triton.checkpoint.formats import read_scheme, without_scheme
 from kog_triton.checkpoint.formats.compressed_tensors import _group
 from kog_triton.checkpoint.formats.module import Module
+from kog_triton.checkpoint.narrow import NarrowTensor
 from kog_triton.checkpoint.tensor_files import StoredTensor
 from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
@@ -354,3 +356,14 @@ def test_which_field_says_how_weights_are_stored():
     both = {"quantization_config": None, "compression_config": said}
     assert without_scheme(both) == {"quantization_config": None}
     assert "quant_method" in refusal("")
+
+
+@pytest.mark.parametrize("offset", [Offset.NONE, Offset.ZERO_POINT])
+def test_a_weight_that_is_moved_takes_all_of_its_tensors_along(offset):
+    codes, scales = torch.zeros(2, 64, dtype=torch.int8), torch.ones(2, 2, dtype=torch.float16)
+    points = None if offset is Offset.NONE else torch.zeros(2, 2, dtype=torch.int8)
+    weight = NarrowTensor(WeightFormat(Code.INT8, 1, 32, Scale.F16, offset), codes, scales, points)
+    moved, given = weight.moved(torch.clone), (codes, scales, points)
+    for before, now in zip(given, (moved.codes, moved.scales, moved.offsets), strict=True):
+        assert (before is None) is (now is None)
+        assert now is None or (now.equal(before) and now.data_ptr() != before.data_ptr())

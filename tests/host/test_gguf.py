@@ -357,3 +357,26 @@ def test_without_the_package_k_quants_say_what_to_install(tmp_path, monkeypatch)
     gguf_cases.write(narrow, "Q8_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert Checkpoint.open(narrow).load("layers.0.q_proj").std() > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "value"),
+    [
+        (0, "B", 200),
+        (1, "b", -100),
+        (2, "H", 60_000),
+        (3, "h", -30_000),
+        (4, "I", 4_000_000_000),
+        (5, "i", -2_000_000_000),
+        (6, "f", 0.5),
+        (7, "?", True),
+        (10, "Q", 1 << 63),
+        (11, "q", -(1 << 62)),
+        (12, "d", 0.1),
+    ],
+)
+def test_a_metadata_field_of_each_scalar_type_is_read(number, kind, value, tmp_path):
+    path, name = tmp_path / "model.gguf", b"x.y"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name
+    path.write_bytes(head + struct.pack(f"<I{kind}", number, value))
+    assert Directory(path).metadata == {"x.y": value}

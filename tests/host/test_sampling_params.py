@@ -155,6 +155,15 @@ def test_resolve_draws_a_seed_once_and_keeps_a_given_one():
     assert SamplingParams(seed=3).resolve(10).seed == 3
     assert SamplingParams(seed=-2).resolve(10).seed == (1 << 64) - 2
     assert SamplingParams(seed=-1).seed is None  # as in vLLM
+    assert SamplingParams(seed=(1 << 64) - 1).resolve(10).seed == (1 << 64) - 1
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize("value", [0.5, 1.0, 2.0])
+def test_a_penalty_is_one_unless_it_changes_nothing(name, value):
+    nothing = name == "repetition_penalty" and value == 1
+    assert SamplingParams(**{name: value}).has_penalties is not nothing
+    assert not SamplingParams().has_penalties
 
 
 def test_resolve_collects_end_tokens_and_bad_words():

@@ -68,6 +68,11 @@ def test_growth_without_bound_is_refused(tmp_path, change):
     assert len(str(error.value).splitlines()) == 1 and next(iter(change)) in str(error.value)
 
 
+def test_growth_is_told_as_a_line_of_the_length(tmp_path):
+    with pytest.raises(ModelError, match=r"a text of n characters up to 2\.05e\+03 \* n \+ 0 long"):
+        load(tmp_path, normalizers(*[DOUBLE] * 11))
+
+
 def test_growth_in_bounds_is_what_the_library_does(tmp_path):
     assert len(load(tmp_path, normalizers(*[DOUBLE] * 10)).encode("a")) == 1 << 10
     assert load(tmp_path, decoders(*[DOUBLE] * 10)).decode([97]) == "a" * (1 << 10)

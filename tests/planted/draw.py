@@ -98,6 +98,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cli/caches.py": ("host/test_cache.py", *COMMANDS),
     "cli/panics.py": ("host/test_cli_process.py", *COMMANDS),
     "cli/activity.py": ("host/test_cli_requests.py", *COMMANDS),
+    "cli/command.py": ("host/test_interrupts.py", "host/test_cli_process.py", *COMMANDS),
     "cli/*.py": (*COMMANDS, "host/test_cli_talk.py", "host/test_cli_process.py"),
     "checkpoint/formats/*.py": (
         *FORMATS,
@@ -155,6 +156,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         "host/test_answer_parsers.py",
     ),
     "text/injection.py": (*TEXT, "host/test_text_sandbox.py"),
+    "text/content.py": ("host/test_vllm_chat.py",),
+    "text/kept_ids.py": ("host/test_kept_ids.py",),
     "text/*.py": (*TEXT, "host/test_tokenizer_growth.py", "host/test_conversations.py"),
     "sampling/params.py": (
         "host/test_sampling_params.py",

@@ -21,7 +21,7 @@ from kog_triton.server import service as service_module
 from kog_triton.server.admission import Admission
 from kog_triton.server.asked import read_chat, render, template_kwargs
 from kog_triton.server.completion_answer import CompletionAnswer
-from kog_triton.server.limits import BodyLimit, KeyGuard
+from kog_triton.server.limits import BodyLimit, KeyGuard, refuse
 from kog_triton.server.metrics import Counts, ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval, Pacing
@@ -221,6 +221,18 @@ def test_keys_are_compared_as_digests_in_constant_time(monkeypatch):
     assert refused == ["0:", 401, None]
     digests = [sha256(key.encode()).digest() for key in ("first", "second", "fir")]
     assert compared == [(digests[i], digests[known]) for i in (0, 2) for known in (0, 1)]
+
+
+@pytest.mark.parametrize("status", [401, 402, 413])
+def test_who_sent_no_key_is_told_how_to(status):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(refuse(Problem(status, "no"), {"path": "/v1/x"}, send))
+    names = [name for name, _ in sent[0]["headers"]]
+    assert sent[0]["status"] == status and (b"www-authenticate" in names) is (status == 401)
 
 
 def test_who_finds_no_place_is_counted_and_told_why():
