@@ -128,20 +128,21 @@ def test_behind_a_prompt_that_is_called_off_the_next_one_is_right_and_leaves_no_
 
 
 def test_behind_a_prompt_that_failed_on_one_rank_the_next_one_is_right(monkeypatch):
-    """The other rank's output was on its way, and the failed run is still held."""
+    """The other rank's output was on its way, and the failed run is still held: the pass ends where it failed."""
     ours, caches = rank_prefill_of("llama", 2), empty_caches("llama", 2)
     run, matrices = ours.begin(tokens_of(20), 0, caches), ours._passes[1].matrices
     right = matrices.product
 
     def fails(layer, stage, *others):
         if stage == "o_proj":
+            assert ours._exchange.sent[0] is not None and ours._exchange.sent[1] is None
             raise torch.OutOfMemoryError("no memory")
         return right(layer, stage, *others)
 
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
         patched.setattr(matrices, "product", fails)
         run.advance(math.inf)
-    assert ours._exchange.sent[0] is not None and ours._exchange.sent[1] is None
+    assert ours._exchange.every == ours._exchange.sent == [None, None]
     ours.begin(tokens_of(20), 0, caches).advance(math.inf)
     assert_right(caches, 20)
 

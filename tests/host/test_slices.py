@@ -168,6 +168,32 @@ def test_the_host_is_two_slices_ahead_and_no_more():
     assert max(ahead) == min(ahead) == 5.0  # and five more once the next slice is queued
 
 
+def test_what_was_queued_before_a_failure_is_waited_for():
+    marks, waited = [], []
+
+    class Marked(PromptRun):
+        is_timed = False
+
+        def _mark(self):
+            marks.append(len(marks))
+            return marks[-1]
+
+        def _reached(self, mark):
+            waited.append(mark)
+            return True
+
+    def pieces(at_once):
+        yield Piece(1, 1.0, "a")
+        raise RuntimeError("no memory")
+
+    run = Marked(0, 2, pieces, nullcontext, CPU, Rate())
+    with pytest.raises(RuntimeError, match="no memory"):
+        run.advance(math.inf)
+    assert marks and not waited
+    run.wait()
+    assert waited == marks[-1:], "a mark behind all that was queued"
+
+
 def test_a_slice_that_never_ends_is_waited_for_no_longer_than_a_silent_kernel(monkeypatch):
     monkeypatch.setattr(watchdog, "SILENCE_S", 0.05)
     monkeypatch.setattr(Timed, "_reached", lambda self, mark: False)

@@ -156,19 +156,22 @@ class PromptRun:
         with self._settings():
             begun = self._mark() if self.is_timed else None
             spans, work, told = [], 0.0, 0.0
-            if self._pieces is None:
-                self._pieces = self._begin(at_once)
-                self._next = next(self._pieces, None)
-            while (piece := self._next) is not None and self._fits(work, told, piece, seconds):
-                work, told = work + piece.work, told + self._rate.of(piece)
-                self._next = next(self._pieces, None)
-                if not at_once:
-                    spans.append(Span(piece, piece.work, self._mark()))
+            try:
+                if self._pieces is None:
+                    self._pieces = self._begin(at_once)
+                    self._next = next(self._pieces, None)
+                while (piece := self._next) is not None and self._fits(work, told, piece, seconds):
+                    work, told = work + piece.work, told + self._rate.of(piece)
+                    self._next = next(self._pieces, None)
+                    if not at_once:
+                        spans.append(Span(piece, piece.work, self._mark()))
+            except Exception:  # what was queued by then still runs, and `wait` is to wait for it
+                self._before = self._timed(begun, [Span(None, 0.0, self._mark())])
+                raise
             if not spans:
                 spans.append(Span(None, work, self._mark()))
             self.filled = self.end if self._next is None else self._next.filled
-            others = [torch.cuda.current_stream(d).record_event() for d in self._others]
-            queued = Timed(begun, spans, others)
+            queued = self._timed(begun, spans)
         self.wait()
         self._before = queued
         return self._next is None
@@ -195,6 +198,10 @@ class PromptRun:
         if piece.begins:
             return False
         return self._rate.seconds > 0 and told + self._rate.of(piece) <= seconds
+
+    def _timed(self, begun: Any, spans: Sequence[Span]) -> Timed:
+        others = [torch.cuda.current_stream(d).record_event() for d in self._others]
+        return Timed(begun, spans, others)
 
     def _mark(self) -> Any:
         """A point of the current stream; on a CPU, where nothing is queued, a time."""
