@@ -185,4 +185,11 @@ FAULTS = (
         "server/test_by_value.py",
         "max_tokens 0 without echo is taken",
     ),
+    Fault(
+        "backends/cuda/include/kog/watchdog.h",
+        "i64 now = static_cast<i64>(nanoseconds());",
+        "i64 now = clock_ticks();",
+        "cuda/test_cuda_watchdog_clock.py",
+        "the watchdog counts the ticks of an SM",
+    ),
 )
