@@ -13,7 +13,7 @@ from kog_triton.backends.cuda.layout.columns import (
 )
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
-from kog_triton.backends.cuda.prompt_texts import can_pass, prompt_texts
+from kog_triton.backends.cuda.prompt_texts import ALL, prompt_texts
 from kog_triton.backends.cuda.toolchain import HOPPER
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.model.spec import DTYPES, DType, ModelSpec
@@ -60,7 +60,7 @@ def _in_order(
 
 def _prompts(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, str]]:
     """Of the kernels of prompts, where the library has them."""
-    return prompt_texts(lowering, can_pass(lowering)) if options.prefill in LIBRARY else []
+    return prompt_texts(lowering, ALL) if options.prefill in LIBRARY else []
 
 
 def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:

@@ -1,10 +1,12 @@
-"""Texts of the kernels of prompts: of products, of unpacking, and of what a pass of short prompts runs between them.
+"""Which kernels of prompts a model has, and their texts: of products, of unpacking, of what a pass of short prompts
+runs between them, and of what brings module outputs from each GPU to all.
 
 No torch: their compilers begin before it is imported (precompile.py), since the opening waits for all of them.
 """
 
 from typing import NamedTuple
 
+from kog_triton.backends.cuda.layout import rank_outputs
 from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product, takes
 from kog_triton.backends.cuda.layout.short_pass import (
     MOST_HEAD_DIM,
@@ -79,10 +81,40 @@ def functions(dtype: DType) -> dict[tuple[ProductKernel, str], Function]:
     return out
 
 
-def prompt_texts(lowering: CudaLowering, short: bool) -> list[tuple[str, str]]:
-    """Header and source of every kernel of prompts; those of short prompts too where they have a pass of their own."""
+class PromptKernels(NamedTuple):
+    """Which kernels there are to be beside those of products, where they read the model: all, but where ranks share a
+    GPU, or a CPU takes its place.
+
+    short_passes  short prompts have a pass of their own
+    rank_outputs  kernels bring module outputs of prompts' passes to all GPUs; else torch's copies do, and no pass is
+                  short on several GPUs
+    """
+
+    short_passes: bool = True
+    rank_outputs: bool = True
+
+    def has_short(self, lowering: CudaLowering) -> bool:
+        alone = lowering.schedule.num_ranks == 1
+        return self.short_passes and (alone or self.rank_outputs) and can_pass(lowering)
+
+    def has_outputs(self, lowering: CudaLowering) -> bool:
+        several = lowering.schedule.num_ranks > 1
+        return several and self.rank_outputs and rank_outputs.takes(lowering.schedule)
+
+
+ALL = PromptKernels()
+
+
+def outputs_text() -> tuple[str, str]:
+    return rank_outputs.render_rank_outputs(), "rank_outputs.cu"
+
+
+def prompt_texts(lowering: CudaLowering, kernels: PromptKernels) -> list[tuple[str, str]]:
+    """Header and source of every kernel of prompts that a start begins."""
     texts = [*product_texts(lowering).values()]
-    if short:
+    if kernels.has_short(lowering):
         between = functions(lowering.schedule.spec.dtype).values()
         texts += [(one.header, one.source) for one in between]
+    if kernels.has_outputs(lowering):
+        texts.append(outputs_text())
     return [*dict.fromkeys(texts)]

@@ -13,16 +13,19 @@ from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.prompt import ProductKernel
-from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
 from kog_triton.backends.cuda.layout.short_pass import Ready
 from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.placing import Placing
 from kog_triton.backends.cuda.products import ArenaProducts
-from kog_triton.backends.cuda.prompt_texts import can_pass, product_texts, prompt_texts
+from kog_triton.backends.cuda.prompt_texts import (
+    ALL,
+    outputs_text,
+    product_texts,
+    prompt_texts,
+)
 from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.cuda.rank_outputs import PushedExchange, Queue
-from kog_triton.backends.cuda.rank_outputs import takes as moves_outputs
 from kog_triton.backends.cuda.short_pass import (
     MOST_TOKENS,
     Linked,
@@ -69,10 +72,7 @@ class PromptsBeside:
     _kernels: list[Kernel | RankKernel]
     _products_compiled: Future[None]
 
-    # Whether short prompts have a pass of their own, where its kernels read the model.
-    short_passes = True
-    # Whether kernels bring module outputs of prompts' passes to all GPUs; else torch's copies do, and no pass is short.
-    rank_outputs = True
+    prompt_kernels = ALL  # by class: those there are to be
 
     @property
     def _most_blocks(self) -> int:
@@ -80,14 +80,10 @@ class PromptsBeside:
         return self.gpu.num_sms
 
     def _passes_short(self, lowering: CudaLowering) -> bool:
-        alone = self.num_devices == 1
-        return self.short_passes and (alone or self.rank_outputs) and can_pass(lowering)
+        return self.prompt_kernels.has_short(lowering)
 
     def _compile_products(self) -> None:
-        lowering = self.layout.lowering
-        texts = prompt_texts(lowering, self._passes_short(lowering))
-        if self._moves_outputs(lowering):
-            texts.append(self._outputs_text())
+        texts = prompt_texts(self.layout.lowering, self.prompt_kernels)
         for text in texts:
             begin_cubin(*text, self.gpu.arch)
         for text in texts:
@@ -145,13 +141,13 @@ class PromptsBeside:
         return library
 
     def _moves_outputs(self, lowering: CudaLowering) -> bool:
-        return self.num_devices > 1 and self.rank_outputs and moves_outputs(lowering.schedule)
+        return self.prompt_kernels.has_outputs(lowering)
 
     def _open_exchange(self, lowering: CudaLowering) -> RankExchange | None:
         """Of prompts that the library runs on several GPUs; None: torch's copies."""
         if not self._moves_outputs(lowering):
             return None
-        cubin = compile_cubin(*self._outputs_text(), self.gpu.arch)
+        cubin = compile_cubin(*outputs_text(), self.gpu.arch)
         opened: dict[tuple[int, str], Kernel] = {}
 
         def ready(rank: int, name: str, blocks: int, threads: int, call: Structure) -> Queue:
@@ -163,9 +159,6 @@ class PromptsBeside:
             return opened[rank, name].queued(blocks, threads, call)
 
         return PushedExchange(lowering.schedule, self.devices, ready, self.wait_ns)
-
-    def _outputs_text(self) -> tuple[str, str]:
-        return render_rank_outputs(), "rank_outputs.cu"
 
     def _open_short(
         self,

@@ -17,10 +17,11 @@ import torch
 
 from kog_triton.backends.cuda.layout.rank_outputs import (
     BLOCKS,
-    MOST_RANKS,
     THREADS,
+    VALUES,
     AwaitCall,
     PushCall,
+    takes,
 )
 from kog_triton.backends.prefill.forward import Outputs
 from kog_triton.backends.prefill.library import CHUNK, on_device
@@ -32,12 +33,6 @@ Queue = Callable[[int], None]  # puts a launch on a stream
 # Makes a launch of a function ready on a rank's GPU: blocks, threads and argument, which may change from call to call.
 Ready = Callable[[int, str, int, int, Structure], Queue]
 LAST = (1 << 16) - 1  # the number of an exchange within its pass that no module has
-VALUES = 8  # of 16 bits, stored at once
-
-
-def takes(schedule: Schedule) -> bool:
-    """Whether the kernels move this model's outputs."""
-    return schedule.num_ranks <= MOST_RANKS and schedule.spec.hidden_size % VALUES == 0
 
 
 def places_of(schedule: Schedule) -> int:

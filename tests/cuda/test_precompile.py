@@ -13,11 +13,10 @@ import torch
 
 from kog_triton import generate, precompile
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda import early
+from kog_triton.backends.cuda import early, prompts_beside
 from kog_triton.backends.cuda import precompile as cuda
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.prompt_texts import can_pass, prompt_texts
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.bench.model import open_model
 from kog_triton.checkpoint import hub
@@ -48,7 +47,7 @@ class Asking(FiberBackend):
     """Notes the texts that it asks its compiler for, of all its kernels."""
 
     column_counts, columns_ahead, chunk_positions = COUNTS, True, POSITIONS
-    early_kernels = True
+    early_kernels, prompt_kernels = True, prompts_beside.PromptsBeside.prompt_kernels
 
     def __init__(self, *arguments, **options):
         self.asked = set()
@@ -59,8 +58,10 @@ class Asking(FiberBackend):
         self.asked.add((render(layout), source))
 
     def _compile_products(self):
-        lowering = self.layout.lowering
-        self.asked |= {*prompt_texts(lowering, can_pass(lowering))}
+        prompts_beside.PromptsBeside._compile_products(self)
+
+    def _open_library(self, weights, lowering):
+        """None: its kernels are asked for, and run on no CPU."""
 
     def _load(self, source, entry, layout):
         return None
@@ -83,16 +84,24 @@ class Asking(FiberBackend):
         ({"num_gpus": 2}, BackendOptions(num_gpus=2)),
     ],
 )
-def test_what_is_begun_is_what_the_backend_asks_for(begun, name, asked, options):
-    both = set()
+def test_what_is_begun_is_what_the_backend_asks_for(begun, monkeypatch, name, asked, options):
+    both, of_prompts = set(), set()
+    monkeypatch.setattr(prompts_beside, "begin_cubin", lambda *_: None)
+    monkeypatch.setattr(
+        prompts_beside, "compile_cubin", lambda header, source, _: of_prompts.add((header, source))
+    )
     for prefill in ("kernel", "library"):
         precompile.precompile(name, **asked, prefill=prefill)
         backend = Asking(
             Checkpoint.open(checkpoint_path()), replace(options, prefill=prefill), num_blocks=0
         )
         assert begun[0][1] == "decode.cu"
-        assert len(begun) == len(set(begun)) and set(begun) == backend.asked
-        both |= backend.asked
+        want = backend.asked | of_prompts
+        assert len(begun) == len(set(begun)) and set(begun) == want
+        outputs = prefill == "library" and options.num_gpus > 1
+        assert ("rank_outputs.cu" in {source for _, source in begun}) is outputs
+        both |= want
+        of_prompts.clear()
         begun.clear()
     precompile.precompile(name, **asked)
     assert [source for _, source in begun[:4]] == ["decode.cu", "head_steps.cu"] * 2

@@ -457,11 +457,12 @@ def opened(shape: str, gpus: int, outputs: bool) -> Any:
     """A backend behind its compilers, with all graphs."""
     from kog_triton.backends import BackendOptions
     from kog_triton.backends.cuda.backend import CudaBackend
+    from kog_triton.backends.cuda.prompt_texts import PromptKernels
     from kog_triton.checkpoint.random_weights import RandomWeights
     from tests.lib.machine_code import spec_named
 
     class Soaked(CudaBackend):
-        rank_outputs = outputs
+        prompt_kernels = PromptKernels(rank_outputs=outputs)
 
     options = BackendOptions(SLOTS, ROOM, num_gpus=gpus, device="nvidia")
     backend = Soaked(RandomWeights(spec_named(shape), device="cuda"), options)

@@ -51,10 +51,6 @@ SPECS = {
 SMALL = SPECS["biases, norms, windows"][0]
 
 
-class WithGraphs(CudaBackend):
-    rank_outputs = True
-
-
 @pytest.fixture(scope="module", params=["one GPU", "two GPUs"])
 def kind(request):
     if request.param == "one GPU":
@@ -63,7 +59,7 @@ def kind(request):
         check_peers(2)
     except DeviceError as error:
         pytest.skip(str(error))
-    return WithGraphs
+    return CudaBackend
 
 
 def opened(kind, spec, prefill="library", num_slots=1):

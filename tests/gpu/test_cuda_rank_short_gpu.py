@@ -25,13 +25,9 @@ ROUNDING = 2.0
 SPEC = named_shape("qwen3-0.6b")
 
 
-class WithPasses(CudaBackend):
-    rank_outputs = True
-
-
 def opened(prefill):
     asked = BackendOptions(8, 512, num_gpus=2, device="nvidia", prefill=prefill)
-    return WithPasses(RandomWeights(SPEC, device="cuda"), asked)
+    return CudaBackend(RandomWeights(SPEC, device="cuda"), asked)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout import header, layout
 from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS
 from kog_triton.backends.cuda.matrices import ArenaMatrices
+from kog_triton.backends.cuda.prompt_texts import PromptKernels
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.pace import Pace
 from kog_triton.backends.request_words import OFFSETS, encode, encode_logits
@@ -242,7 +243,8 @@ class FiberBackend(CudaBackend):
     column_counts = ()
     columns_ahead = False  # where a test opens them, it says which
     chunk_positions = 0
-    early_kernels = short_passes = rank_outputs = False  # tests/lib/short_pass.py has passes
+    early_kernels = False
+    prompt_kernels = PromptKernels(False, False)  # tests/lib/short_pass.py has passes
 
     @classmethod
     def availability(cls):

@@ -10,6 +10,7 @@ from kog_triton.backends.cuda.driver import Kernel, reach
 from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.prompt_texts import PromptKernels
 from kog_triton.backends.cuda.rank_kernel import RankKernel, RankLaunch
 from kog_triton.backends.cuda.rank_memory import allocate_ranks
 from kog_triton.backends.device import gpu_of
@@ -109,7 +110,7 @@ class SharedBackend(CudaBackend):
     But for passes whose ranks wait for each other: on one stream the first one's would wait for the second's behind it.
     """
 
-    short_passes = rank_outputs = False
+    prompt_kernels = PromptKernels(False, False)
 
     def __init__(self, weights, options):
         blocks = gpu_of(torch.device("cuda")).num_blocks

@@ -10,6 +10,7 @@ import torch
 from kog_triton.backends.cuda.layout import short_pass as lay
 from kog_triton.backends.cuda.layout.prompt import render_product
 from kog_triton.backends.cuda.products import group_tables
+from kog_triton.backends.cuda.prompt_texts import ALL
 from kog_triton.schedule.lowering import layer_matrices
 from tests.lib.compiled import made_once, version_of
 from tests.lib.cuda_walk import HERE, INCLUDE, ROOT, FiberBackend
@@ -105,7 +106,7 @@ def ready_of(dtype):
 class PassBackend(FiberBackend):
     """FiberBackend with passes of short prompts, on a GPU of few multiprocessors; `passes` notes what each has run."""
 
-    short_passes = rank_outputs = True
+    prompt_kernels = ALL
     _most_blocks = 7
 
     def __init__(self, weights, options, **others):

@@ -2,7 +2,10 @@
 
 import ctypes
 
+from kog_triton.schedule.schedule import Schedule
+
 MOST_RANKS, BLOCKS, THREADS = 8, 64, 512
+VALUES = 8  # of 16 bits, stored at once
 P, I64, INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 
 
@@ -28,6 +31,11 @@ class AwaitCall(ctypes.Structure):
 
 
 CALLS = {"kog_push": PushCall, "kog_await": AwaitCall}
+
+
+def takes(schedule: Schedule) -> bool:
+    """Whether the kernels move this model's outputs."""
+    return schedule.num_ranks <= MOST_RANKS and schedule.spec.hidden_size % VALUES == 0
 
 
 def render_rank_outputs() -> str:
