@@ -8,7 +8,7 @@ import torch
 
 from kog_triton.backends import watchdog
 from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
-from kog_triton.backends.serving import GAP_S, GAP_STEPS, Share
+from kog_triton.backends.share import GAP_S, GAP_STEPS, Share
 from kog_triton.backends.watchdog import Stalled
 from tests.lib.prefill_cases import (
     BF16,
@@ -240,7 +240,7 @@ def test_a_long_prompt_beside_streams(model, others, wrong):
     *shape, steps = MODELS[model]
     step, share, device = steps[others], Share(), Device()
     pieces = pieces_of(*shape, wrong=wrong)
-    share.told(300 * step, 300)
+    share.told(300 * step, 300, beside=False)
     run = Timed(device, pieces, Rate(), host_s=7e-5)
     gaps, given, token = [], 0.0, 0.0
     ended = run.advance(share.slice_s(device.host))
@@ -256,7 +256,7 @@ def test_a_long_prompt_beside_streams(model, others, wrong):
         ended = run.advance(share.slice_s(device.host))
         device.wait(token)
         device.host += 5e-5  # until it sees the end
-        share.told(tokens * step, tokens)
+        share.told(tokens * step, tokens, beside=True)
         device.host += 2.5e-4
     alone = sum(seconds for seconds, *_ in pieces)
     assert sorted(gaps)[int(len(gaps) * 0.99)] <= max(0.012, 3 * step)
@@ -270,35 +270,47 @@ def test_others_get_a_third_of_the_time_and_no_long_gap(step):
     assert share.tokens() == 1 and share.slice_s(0.0) > 0
     share.alone()
     for tokens in (3, 1):
-        share.told(tokens * step, tokens)
+        share.told(tokens * step, tokens, beside=True)
     beside, own = share.slice_s(1.0), share.tokens() * step
     assert 0.3 <= own / (own + beside) <= 0.37 and (own + beside) / beside <= 1.6
     assert beside + step <= max(GAP_S, GAP_STEPS * step)
-    share.told(own, share.tokens())
+    share.told(own, share.tokens(), beside=True)
     # the next slice is shorter by half of what this one was too long
     assert share.slice_s(1.0 + own + beside + own) < beside - 0.05 * own
-    share.told(1.0, 0)  # a launch that was called off
+    share.told(1.0, 0, beside=True)  # a launch that was called off
     share.alone()
     assert share.slice_s(9.0) == pytest.approx(beside)
+
+
+def test_a_launch_between_slices_that_takes_longer_allows_no_longer_gap():
+    """Three steps are the requests' own, as they go with no prompt beside them."""
+    share = Share()
+    share.told(300 * 0.0039, 300, beside=False)
+    for _ in range(5):
+        share.told(0.0044, 1, beside=True)
+    assert share.slice_s(0.0) + 0.0044 <= 0.012
+    slow = Share()
+    slow.told(300 * 0.006, 300, beside=False)
+    assert 0.017 < slow.slice_s(0.0) + 0.006 <= 0.018
 
 
 def test_a_launch_that_something_held_up_makes_no_slice_longer():
     share = Share()
     for seconds in (0.0052, 0.0051, 0.0053):
-        share.told(seconds, 1)
+        share.told(seconds, 1, beside=True)
     right = share.slice_s(0.0)
     share.alone()
-    share.told(0.0067, 1)
+    share.told(0.0067, 1, beside=True)
     assert share.slice_s(1.0) == pytest.approx(right, rel=0.03)
 
 
 def test_a_slice_that_was_too_long_shortens_those_behind_it_and_is_forgotten():
     """Each slice is queued while the slice before it runs: what is known is two slices old."""
     share, step, now, queued = Share(), 0.003, 0.0, []
-    share.told(step, 1)
+    share.told(step, 1, beside=True)
     for number in range(36):
         queued.append(share.slice_s(now))
-        share.told(step, 1)
+        share.told(step, 1, beside=True)
         now += step + (queued[-2] if number else 0.0) + (1e-3 if number == 12 else 0.0)
     due = queued[0]
     assert min(queued[12:18]) < 0.95 * due
