@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kog_triton.backends import watchdog
-from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
+from kog_triton.backends.prefill.slices import NEW, Piece, PromptRun, Rate
 from kog_triton.backends.share import GAP_S, GAP_STEPS, Share
 from kog_triton.backends.watchdog import Stalled
 from tests.lib.prefill_cases import (
@@ -147,14 +147,23 @@ def test_pieces_take_what_others_of_their_kind_took():
         run.advance(seconds)
         filled.append(run.filled)
         device.wait(device.busy)
-    # nothing timed: a piece; then the fast ones are taken for as slow, and from then on for what they are
-    assert filled == [1, 4, 7, 10, 16, 22]
+    # nothing timed: a piece; then a fast one is taken for slower than the slow ones, and from then on for what it is
+    assert filled == [1, 3, 6, 9, 14, 20]
     assert rate.of(Piece(0, 3.0, "slow")) == 6.0 and rate.of(Piece(0, 3.0, "fast")) == 3.0
     other = Rate()
     run = Timed(Device(), [slow, fast], other)
     assert run.advance(math.inf, at_once=True)
     run.wait()
-    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == 1.5
+    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == NEW * 1.5
+
+
+def test_pieces_of_other_rows_are_taken_for_slower_until_they_were_timed():
+    rate = Rate()
+    rate.told([(Piece(0, 2.0, "attention", 2048), 2.0, 1.0)])
+    assert rate.of(Piece(0, 2.0, "attention", 2048)) == 1.0
+    assert rate.of(Piece(0, 2.0, "attention", 1024)) == NEW
+    rate.told([(Piece(0, 2.0, "attention", 1024), 2.0, 1.1)])
+    assert rate.of(Piece(0, 2.0, "attention", 1024)) == 1.1
 
 
 def test_the_host_is_two_slices_ahead_and_no_more():
