@@ -1,12 +1,13 @@
 // Dependent all-reduces in one kernel on every GPU, timed by the GPU: `kog bench kccl` (kog_triton/bench/kccl.py).
 //
-// Compiled with POLICY, RANKS and VECTORS, those that a thread asks for in one poll. Every block fetches all vectors, as
-// the blocks of a decode kernel do, and owns some, whose sums it sends again as means: each all-reduce needs the one
-// before. Beside them one thread a block may stream weights, with as many bytes in flight as the decode kernel's ring.
+// Compiled with POLICY, RANKS, THREADS that reduce and VECTORS, those that each asks for in one poll. Every block
+// fetches all vectors, as the blocks of a decode kernel do, and owns some, whose sums it sends again as means: each
+// all-reduce needs the one before. Beside them one thread a block may stream weights, with as many bytes in flight as
+// the decode kernel's ring.
 #include <kccl/collectives.h>
 
 namespace kog {
-constexpr int kConsumers = 256;  // threads that reduce; ptx.h counts them in its barrier
+constexpr int kConsumers = THREADS;  // that reduce; ptx.h counts them in its barrier
 }
 #include <kog/ptx.h>
 
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(kog::kConsumers + 32) kccl_bench(co
   const kog::u64 epoch = a.epoch, uses = a.uses;
   const unsigned vectors = static_cast<unsigned>(a.vectors);
   __shared__ volatile int done;
+  __shared__ kog::u64 began;  // of one thread, which keeps no registers for it meanwhile
   __shared__ float own[kMostOwn][Sums::kValues];
   const unsigned thread = threadIdx.x, count = vectors / gridDim.x, first = blockIdx.x * count;
   if (thread == 0) done = 0;
@@ -68,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kog::kConsumers + 32) kccl_bench(co
     return;
   }
   Sums sums{comm, 0, vectors};
-  kog::u64 began = kog::nanoseconds();
+  if (thread == 0) began = kog::nanoseconds();
   bool there = true;
   for (kog::u64 n = 0; n < uses && there; n++) {
     if (thread < count) {

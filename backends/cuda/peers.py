@@ -21,7 +21,8 @@ from kog_triton.backends.cuda.layout.collectives import (
 )
 from kog_triton.errors import RunError
 
-THREADS, HELPERS = 256, 32  # of a block: those that reduce, and those that stream (kccl_bench.cu)
+HELPERS = 32  # threads of a block that stream; others reduce (kccl_bench.cu)
+WIDE = range(512, 1025)
 MOST_BLOCKS, MOST_HELD = 128, 16  # blocks of a GPU; vectors that a thread asks for in one poll
 SLOT_BYTES, RING_SLOTS = 16384, 3
 WEIGHT_BYTES = 1 << 30  # that are streamed over and over: many times an L2
@@ -60,8 +61,15 @@ class Timed:
 
 def source_header(policy: Policy, ranks: int, vectors: int) -> str:
     """What stands before kccl_bench.cu."""
-    held = max(1, min(MOST_HELD // ranks, -(-vectors // THREADS)))
-    return f"#define POLICY {policy.name}\n#define RANKS {ranks}\n#define VECTORS {held}\n"
+    threads = threads_for(vectors)
+    held = max(1, min(MOST_HELD // ranks, -(-vectors // threads)))
+    values = {"POLICY": policy.name, "RANKS": ranks, "THREADS": threads, "VECTORS": held}
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
+
+
+def threads_for(vectors: int) -> int:
+    """Of a block, those that reduce so many vectors of each rank (benchmarks/cuda-log.md#all-reduce-threads)."""
+    return 512 if vectors in WIDE else 256
 
 
 def time_all_reduces(name: str, gpus: int, floats: int, uses: int, streams: bool) -> Timed:
@@ -93,7 +101,7 @@ def time_all_reduces(name: str, gpus: int, floats: int, uses: int, streams: bool
                 comm.words[i], comm.reports[i] = other.words.data_ptr(), other.report.data_ptr()
             arguments.append(mine.argument(comm, epoch, count, vectors))
         for kernel, argument in zip(kernels, arguments, strict=True):
-            kernel.launch(blocks, THREADS + HELPERS, argument)
+            kernel.launch(blocks, threads_for(vectors) + HELPERS, argument)
         for device in devices:
             torch.cuda.synchronize(device)
         check_reports([rank.report.tolist() for rank in ranks])

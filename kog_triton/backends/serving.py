@@ -15,11 +15,9 @@ of its slot, so that the next launch goes on bit for bit.
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -32,6 +30,7 @@ from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
 from kog_triton.backends.prefill.slices import ALONE_S, PromptRun
 from kog_triton.backends.request_words import mask_words, slow_mask
+from kog_triton.backends.share import Share
 from kog_triton.backends.token_words import Outcome, read_word
 from kog_triton.backends.watchdog import Heart, Stalled, reached
 from kog_triton.errors import KogError, RunError
@@ -46,17 +45,6 @@ SCORED = 64
 # What the function behind a request's masks may take for a token after the first: every request of the launch waits
 # for it meanwhile, the kernel as long as the backend has it wait, or longer.
 MASK_S = 2.0
-# Of requests beside a prompt: the longest time from token to token, in seconds or in steps of their own, whichever is
-# more, and the part of the time that they get. A little less and more than what is promised, 12 ms, three and 0.3.
-GAP_S = 0.0118
-GAP_STEPS = 2.95
-OTHERS = 0.32
-# Of it, for what a slice takes longer than its work told, and for the host, where the GPU waits for it between a launch
-# and a slice: each up to 0.5 ms (benchmarks/cuda-log.md#slices).
-SLACK_S = 0.0006
-UNKNOWN_S = 0.004  # of a slice before any launch has been timed
-# Launches of whose steps the median counts: by one of 6.7 ms, of 5.2 otherwise, two slices were 2.5 ms too long.
-STEPS = 5
 
 
 @dataclass
@@ -252,57 +240,6 @@ class Launcher(Protocol):
         """Undo what a step that waited for a mask in vain has done to its request."""
 
 
-class Share:
-    """How long a slice of a prompt is and how many tokens the others get behind it.
-
-    The others wait for a token, with the launch that makes it, no longer than GAP_STEPS of their own steps or GAP_S,
-    whichever is more, and get the part OTHERS of the time from one slice to the next, or more if that would be too
-    long. What the prompt got too much of it, as when the GPU waited for the host, or too little, as pieces do not fill
-    a slice, counts for its next slice.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0.0  # seconds, of a launch's tokens; 0: not known
-        self._steps: deque[float] = deque(maxlen=STEPS)
-        self._since: float | None = None  # the last slice's begin
-        self._given = 0.0  # seconds of launches since then
-        self._over = 0.0  # seconds that the prompt got too much
-
-    def tokens(self) -> int:
-        """Of each request, between two slices."""
-        return max(1, int((self._gap() - self._step) / self._due(self._step))) if self._step else 1
-
-    def slice_s(self, now: float) -> float:
-        """Of the slice that begins now."""
-        due = self._due(self.tokens() * self._step)
-        if self._since is not None:
-            self._over += now - self._since - self._given - self._due(self._given)
-            self._over = min(max(self._over, -due), due)
-        self._since, self._given = now, 0.0
-        if not self._step:
-            return UNKNOWN_S
-        # Half of it: the slice that was queued before this one did not know of it yet.
-        return max(0.0, min(due - self._over / 2, self._gap() - self._step - SLACK_S))
-
-    def told(self, seconds: float, tokens: int) -> None:
-        """What a launch took for so many tokens of each request."""
-        if tokens:
-            self._steps.append(seconds / tokens)
-            self._step = median(self._steps)
-        self._given += seconds
-
-    def alone(self) -> None:
-        """No prompt is there any more, or nobody beside it."""
-        self._since, self._over = None, 0.0
-
-    def _gap(self) -> float:
-        return max(GAP_S, GAP_STEPS * self._step)
-
-    def _due(self, seconds: float) -> float:
-        """To a prompt, beside so many seconds of launches."""
-        return seconds * (1 - OTHERS) / OTHERS
-
-
 class LaunchServing(Serving[InSlot]):
     def __init__(
         self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue | LaunchQueues
@@ -452,7 +389,7 @@ class LaunchServing(Serving[InSlot]):
             raise
         self.poll()  # what it left behind is complete
         took = seconds() if seconds else time.monotonic() - begun
-        self._share.told(took, 0 if launch.first_tokens else made())
+        self._share.told(took, 0 if launch.first_tokens else made(), beside=others_wait)
         self._settle(launch)
 
     def _go_ahead(self) -> None:

@@ -24,6 +24,7 @@ from kog_triton.text.injection import Guard
 from kog_triton.text.kept_ids import KeptIds
 from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer_growth import check_growth
+from kog_triton.text.tokenizer_merges import check_merges
 
 NAMED_TOKENS = (
     "bos_token",
@@ -78,8 +79,10 @@ class Tokenizer:
             )
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise ModelError(f"{path} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB")
+        data = path.read_bytes()  # a path may be no UTF-8
+        check_merges(data, path)
         with library_errors(f"{path} is not a readable tokenizer"):
-            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())  # a path may be no UTF-8
+            backend = tokenizers.Tokenizer.from_buffer(data)
             check_growth(backend, path)
         config = _read_optional(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:

@@ -97,15 +97,15 @@ def test_a_wait_that_expired_is_told():
 
 
 @pytest.mark.parametrize(
-    ("policy", "ranks", "floats", "held"),
+    ("policy", "ranks", "floats", "threads", "held"),
     [
-        ("phase", 2, 2048, 2), ("epoch", 2, 2048, 4), ("phase", 2, 16384, 8),
-        ("phase", 8, 16384, 2), ("phase", 2, 256, 1),
+        ("phase", 2, 1024, 256, 1), ("phase", 2, 2048, 512, 1), ("epoch", 2, 2048, 512, 2),
+        ("phase", 4, 4096, 512, 2), ("phase", 2, 8192, 256, 8), ("phase", 8, 16384, 256, 2),
     ],
 )  # fmt: skip
-def test_a_thread_asks_for_no_more_than_its_registers_hold(policy, ranks, floats, held):
-    vectors = floats // POLICIES[policy].values
-    assert f"#define VECTORS {held}\n" in source_header(POLICIES[policy], ranks, vectors)
+def test_a_thread_asks_for_no_more_than_its_registers_hold(policy, ranks, floats, threads, held):
+    header = source_header(POLICIES[policy], ranks, floats // POLICIES[policy].values)
+    assert f"#define THREADS {threads}\n#define VECTORS {held}\n" in header
 
 
 def test_the_policies_are_the_backends():

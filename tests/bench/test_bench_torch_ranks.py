@@ -7,7 +7,7 @@ import torch
 from kog_triton.bench.engines import EngineUnderTest
 from kog_triton.bench.kl_limit import PEER
 from kog_triton.bench.peers import Setting, find_peer, torch_ranks
-from kog_triton.bench.peers.torch_shards import RankWeights
+from kog_triton.bench.peers.torch_shards import RankDecoder, RankWeights
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.demo import checkpoint_path
@@ -59,6 +59,20 @@ def test_shares_put_together_are_the_weights():
         parts = [one.load(f"layers.0.{name}") for one in each]
         assert torch.equal(torch.cat(parts, axis), weights.load(f"layers.0.{name}")), name
     assert torch.equal(each[1].load("embed"), weights.load("embed"))
+
+
+class TwoAlike:
+    def each(self, mine):
+        return torch.cat([mine - 1, mine])
+
+
+def test_the_best_id_is_found_without_the_host():
+    """A tensor without values has nothing that the host could read, as a step has nothing while it is captured."""
+    decoder = RankDecoder.__new__(RankDecoder)
+    decoder.rank, decoder.sums = 1, TwoAlike()
+    assert decoder.best(torch.tensor([[0.5, 3.0, 2.0]])).tolist() == [4]
+    found = decoder.best(torch.empty(1, 3, device="meta"))
+    assert (found.shape, found.dtype) == ((1,), torch.int64)
 
 
 def test_a_process_that_fails_is_told_and_the_others_end():

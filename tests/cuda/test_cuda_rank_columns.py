@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.token_words import Outcome
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -241,16 +240,6 @@ def test_a_lanes_part_that_stays_with_its_rank_is_missed(tmp_path):
 # ---- a rank that does not come, or leaves ----
 
 
-def expired(walk):
-    """Where the ranks' waits stood; ranks without a report of their own were told."""
-    places = {}
-    for rank, (flag, _, step, layer, word, _, _, told, peer) in enumerate(walk.reports()):
-        assert flag or peer
-        if told:
-            places[rank] = (layer, walk.layout.place_of(header.STEPS[step], word))
-    return places
-
-
 @pytest.fixture(scope="module", params=["requests", "a chunk"])
 def columns(request, walk):
     """A walk and what it serves."""
@@ -270,7 +259,7 @@ def test_ranks_leave_when_one_is_never_launched(columns, rank):
     walk.write(requests)
     slots = [r.slot for r in requests]
     assert 2000 < walk.launch(slots, seed=3, limit=2000, absent=rank) < 4500
-    ((_, (layer, place)),) = [at for at in expired(walk).items() if at[0] != rank]
+    ((_, (layer, place)),) = [at for at in walk.expired().items() if at[0] != rank]
     assert layer == 0 and re.fullmatch(r"delayed_outputs, word \d+ of attention_out_sent", place)
     assert walk.ranks[1 - rank].mailbox[2] == Outcome.FAILED
     assert walk.go_on(requests)[0][0]  # and the next launch runs
@@ -285,7 +274,7 @@ def test_ranks_leave_when_one_leaves_behind_a_step(columns):
     finally:
         walk.most_steps = {}
     assert rounds > 2000
-    ((rank, (layer, place)),) = expired(walk).items()
+    ((rank, (layer, place)),) = walk.expired().items()
     assert (rank, layer) == (0, 0) and "attention_out_sent" in place
     assert int(walk.ranks[0].mailbox[4]) == int(walk.ranks[1].mailbox[4]) == 3  # steps
     assert walk.serve(requests)[0][0]

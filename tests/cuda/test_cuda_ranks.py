@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
@@ -185,21 +184,11 @@ def test_a_planted_fault_is_seen(name, tmp_path, walk):
 # ---- a rank that does not come, or leaves ----
 
 
-def expired(walk):
-    """Where the ranks' waits stood; ranks without a report of their own were told."""
-    places = {}
-    for rank, (flag, block, step, layer, word, _, _, told, peer) in enumerate(walk.reports()):
-        assert flag or peer
-        if told:
-            places[rank] = (block, layer, walk.layout.place_of(header.STEPS[step], word))
-    return places
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_leave_when_one_is_never_launched(walk, rank):
     rounds = walk.run(walk.words([1, 2], 40), [1, 2], seed=3, limit=2000, absent=rank)
     assert 2000 < rounds < 4500
-    ((_, layer, place),) = [at for r, at in expired(walk).items() if r != rank]
+    ((layer, place),) = [at for r, at in walk.expired().items() if r != rank]
     assert layer == 0 and re.fullmatch(r"attention_out, word \d+ of attention_out_now", place)
     assert (walk.ranks[1 - rank].mailbox[2], walk.tokens()) == (4, [])
     assert walk.generate(tokens_of(TWO, 3), 2)[1] == 2  # and the next request runs
@@ -212,7 +201,7 @@ def test_ranks_leave_when_one_leaves_behind_a_token(walk):
     finally:
         walk.most_steps = {}
     assert rounds > 2000
-    ((rank, (_, layer, place)),) = expired(walk).items()
+    ((rank, (layer, place)),) = walk.expired().items()
     assert (rank, layer) == (0, 0) and "attention_out_now" in place
     assert len(walk.tokens()) == 4
     assert walk.generate(tokens_of(TWO, 3), 2)[1] == 2

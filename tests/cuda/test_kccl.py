@@ -92,7 +92,7 @@ FAULTS = {
     ),
     "a phase of the first word alone": ("PhaseWords", "reduce", "policies.h", ALL_FOUR, "((q.w[0] ^ mark))"),
     "an epoch of the first pair alone": (
-        "EpochPairs", "reduce", "policies.h", "q.w[1] != mark || q.w[3] != mark", "q.w[1] != mark",
+        "EpochPairs", "reduce", "policies.h", "(q.w[1] ^ mark) | (q.w[3] ^ mark)", "q.w[1] ^ mark",
     ),
     "one buffer for two": ("PhaseWords", "reduce", "channel.h", BUFFERS, "kBuffers = kAhead;"),
     "one buffer for two, epochs": ("EpochPairs", "gather", "channel.h", BUFFERS, "kBuffers = kAhead;"),
@@ -103,7 +103,7 @@ FAULTS = {
     ),
     "emptied without a fence": ("PoisonWords", "reduce", "channel.h", "      fence();\n", ""),
     "a sentinel compared as a float": (
-        "PoisonWords", "reduce", "policies.h", "return q.w[3] == kEmpty;",
+        "PoisonWords", "reduce", "policies.h", "return q.w[3] == kEmpty ? 1 : 0;",
         "return float_of(q.w[3]) != float_of(q.w[3]);",
     ),
     "a value that is the sentinel": (

@@ -10,14 +10,14 @@ import pytest
 
 from kog_triton.backends.cuda import toolchain
 from kog_triton.backends.cuda.layout.collectives import MOST_RANKS, POLICIES, REPORT, REPORT_WORDS
-from kog_triton.backends.cuda.peers import THREADS, Argument, source_header
+from kog_triton.backends.cuda.peers import Argument, source_header
 from tests import ROOT
 from tests.lib.machine_code import instructions, is_local, sass_of_text
 
 KCCL = ROOT / "backends/cuda/include/kccl"
 BENCH = (ROOT / "backends/cuda/kccl_bench.cu").read_text()
 EXAMPLE = ROOT / "backends/cuda/kccl_example.cu"
-VECTORS = 2
+VECTORS, HELD_TWICE = 2, 384  # a thread's in one poll; that many of a rank take 256 threads twice
 WAITS = Counter(
     {"LDG.E.STRONG.SYS": 1, "STG.E.STRONG.SYS": 5, "ATOMG.E.CAS.STRONG.GPU": 1}
 )  # a wait that expires
@@ -30,7 +30,7 @@ def strong(code):
 
 
 def bench(policy, ranks):
-    header = source_header(POLICIES[policy], ranks, VECTORS * THREADS)
+    header = source_header(POLICIES[policy], ranks, HELD_TWICE)
     assert f"#define VECTORS {VECTORS}\n" in header
     return header + BENCH
 

@@ -10,7 +10,6 @@ import torch
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.gpus import check_peers
-from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -106,10 +105,11 @@ def test_all_ranks_leave_when_one_is_never_launched(small, devices):
     for absent in range(len(devices)):
         took = small.run(small.words([1, 2], 40), [1, 2], limit=50_000_000, absent=absent)
         assert 50e6 < took < 500e6
-        for rank, (flag, _, step, layer, word, _, _, told, _) in enumerate(small.reports()):
-            if rank != absent:
-                assert flag and told and layer == 0
-                assert "attention_out_now" in small.layout.place_of(STEPS[step], word)
+        # One at least waited until its own limit; it told the others, some of which may have.
+        waited = {rank: at for rank, at in small.expired().items() if rank != absent}
+        assert waited
+        for layer, place in waited.values():
+            assert layer == 0 and "attention_out_now" in place
         assert small.generate([1, 2], 2)[1] == 2  # and the next request runs
 
 

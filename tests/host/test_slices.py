@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kog_triton.backends import watchdog
-from kog_triton.backends.prefill.slices import Piece, PromptRun, Rate
-from kog_triton.backends.serving import GAP_S, GAP_STEPS, Share
+from kog_triton.backends.prefill.slices import NEW, Piece, PromptRun, Rate
+from kog_triton.backends.share import GAP_S, GAP_STEPS, Share
 from kog_triton.backends.watchdog import Stalled
 from tests.lib.prefill_cases import (
     BF16,
@@ -147,14 +147,23 @@ def test_pieces_take_what_others_of_their_kind_took():
         run.advance(seconds)
         filled.append(run.filled)
         device.wait(device.busy)
-    # nothing timed: a piece; then the fast ones are taken for as slow, and from then on for what they are
-    assert filled == [1, 4, 7, 10, 16, 22]
+    # nothing timed: a piece; then a fast one is taken for slower than the slow ones, and from then on for what it is
+    assert filled == [1, 3, 6, 9, 14, 20]
     assert rate.of(Piece(0, 3.0, "slow")) == 6.0 and rate.of(Piece(0, 3.0, "fast")) == 3.0
     other = Rate()
     run = Timed(Device(), [slow, fast], other)
     assert run.advance(math.inf, at_once=True)
     run.wait()
-    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == 1.5
+    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == NEW * 1.5
+
+
+def test_pieces_of_other_rows_are_taken_for_slower_until_they_were_timed():
+    rate = Rate()
+    rate.told([(Piece(0, 2.0, "attention", 2048), 2.0, 1.0)])
+    assert rate.of(Piece(0, 2.0, "attention", 2048)) == 1.0
+    assert rate.of(Piece(0, 2.0, "attention", 1024)) == NEW
+    rate.told([(Piece(0, 2.0, "attention", 1024), 2.0, 1.1)])
+    assert rate.of(Piece(0, 2.0, "attention", 1024)) == 1.1
 
 
 def test_the_host_is_two_slices_ahead_and_no_more():
@@ -240,7 +249,7 @@ def test_a_long_prompt_beside_streams(model, others, wrong):
     *shape, steps = MODELS[model]
     step, share, device = steps[others], Share(), Device()
     pieces = pieces_of(*shape, wrong=wrong)
-    share.told(300 * step, 300)
+    share.told(300 * step, 300, beside=False)
     run = Timed(device, pieces, Rate(), host_s=7e-5)
     gaps, given, token = [], 0.0, 0.0
     ended = run.advance(share.slice_s(device.host))
@@ -256,7 +265,7 @@ def test_a_long_prompt_beside_streams(model, others, wrong):
         ended = run.advance(share.slice_s(device.host))
         device.wait(token)
         device.host += 5e-5  # until it sees the end
-        share.told(tokens * step, tokens)
+        share.told(tokens * step, tokens, beside=True)
         device.host += 2.5e-4
     alone = sum(seconds for seconds, *_ in pieces)
     assert sorted(gaps)[int(len(gaps) * 0.99)] <= max(0.012, 3 * step)
@@ -270,35 +279,47 @@ def test_others_get_a_third_of_the_time_and_no_long_gap(step):
     assert share.tokens() == 1 and share.slice_s(0.0) > 0
     share.alone()
     for tokens in (3, 1):
-        share.told(tokens * step, tokens)
+        share.told(tokens * step, tokens, beside=True)
     beside, own = share.slice_s(1.0), share.tokens() * step
     assert 0.3 <= own / (own + beside) <= 0.37 and (own + beside) / beside <= 1.6
     assert beside + step <= max(GAP_S, GAP_STEPS * step)
-    share.told(own, share.tokens())
+    share.told(own, share.tokens(), beside=True)
     # the next slice is shorter by half of what this one was too long
     assert share.slice_s(1.0 + own + beside + own) < beside - 0.05 * own
-    share.told(1.0, 0)  # a launch that was called off
+    share.told(1.0, 0, beside=True)  # a launch that was called off
     share.alone()
     assert share.slice_s(9.0) == pytest.approx(beside)
+
+
+def test_a_launch_between_slices_that_takes_longer_allows_no_longer_gap():
+    """Three steps are the requests' own, as they go with no prompt beside them."""
+    share = Share()
+    share.told(300 * 0.0039, 300, beside=False)
+    for _ in range(5):
+        share.told(0.0044, 1, beside=True)
+    assert share.slice_s(0.0) + 0.0044 <= 0.012
+    slow = Share()
+    slow.told(300 * 0.006, 300, beside=False)
+    assert 0.017 < slow.slice_s(0.0) + 0.006 <= 0.018
 
 
 def test_a_launch_that_something_held_up_makes_no_slice_longer():
     share = Share()
     for seconds in (0.0052, 0.0051, 0.0053):
-        share.told(seconds, 1)
+        share.told(seconds, 1, beside=True)
     right = share.slice_s(0.0)
     share.alone()
-    share.told(0.0067, 1)
+    share.told(0.0067, 1, beside=True)
     assert share.slice_s(1.0) == pytest.approx(right, rel=0.03)
 
 
 def test_a_slice_that_was_too_long_shortens_those_behind_it_and_is_forgotten():
     """Each slice is queued while the slice before it runs: what is known is two slices old."""
     share, step, now, queued = Share(), 0.003, 0.0, []
-    share.told(step, 1)
+    share.told(step, 1, beside=True)
     for number in range(36):
         queued.append(share.slice_s(now))
-        share.told(step, 1)
+        share.told(step, 1, beside=True)
         now += step + (queued[-2] if number else 0.0) + (1e-3 if number == 12 else 0.0)
     due = queued[0]
     assert min(queued[12:18]) < 0.95 * due

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -109,6 +111,33 @@ def test_other_formats_are_refused_with_advice(tmp_path, name):
         ModelError, match=rf"tokenizer.json does not exist and {name} is not read.*save"
     ):
         Tokenizer.load(tmp_path)
+
+
+PREFIXED = """
+import json, sys
+from pathlib import Path
+from kog_triton.errors import ModelError
+from kog_triton.text import Tokenizer
+try:
+    print(Tokenizer.load(Path(sys.argv[1])).encode("ab"))
+except ModelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize(
+    ("second", "said"), [("##b", "[2]"), ("b", "merge 0 continues a piece with 'b'")]
+)
+def test_a_merge_without_the_models_prefix_is_refused(second, said, as_text, tmp_path):
+    """In a process of its own: the library ends it."""
+    vocab = {"a": 0, second: 1, "ab": 2}
+    merge = f"a {second}" if as_text else ["a", second]
+    model = {"type": "BPE", "vocab": vocab, "merges": [merge], "continuing_subword_prefix": "##"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    run = [sys.executable, "-c", PREFIXED, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert said in done.stdout
 
 
 def test_missing_and_broken_files_are_named(tmp_path):

@@ -6,6 +6,7 @@ import torch
 
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout import layout
+from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.cuda.layout.protocol import TENSORS, RankPointers
 from kog_triton.backends.cuda.rank_memory import allocate_ranks, rank_pointers
 from kog_triton.schedule.cuda import lower
@@ -83,6 +84,16 @@ class RankWalk(Walk):
     def reports(self):
         """What each rank noted of a wait that expired: flag, block, step, layer, word, seen, wanted, told, peer."""
         return [m.error.tolist() for m in self.ranks]
+
+    def expired(self):
+        """{rank: (layer, place)} of the waits that expired, behind a launch that all were made to leave. A rank
+        without one was told by another, as any but the first to give up may be."""
+        places = {}
+        for rank, (flag, _, step, layer, word, _, _, told, peer) in enumerate(self.reports()):
+            assert flag or peer, self.reports()
+            if told:
+                places[rank] = (layer, self.layout.place_of(STEPS[step], word))
+        return places
 
 
 class RankThreadWalk(RankWalk, ThreadWalk):

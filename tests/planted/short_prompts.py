@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/slices.py",
-        "known.get(like) or known.get((piece.kind,)) or self.seconds",
+        "alike or NEW * (known.get((piece.kind,)) or self.seconds)",
         "self.seconds",
         "host/test_slices.py",
         "a piece of a prompt is taken to be as long as those of other kinds",
@@ -95,11 +95,25 @@ FAULTS = (
         "pieces that run at once are timed apart, with a mark between their launches",
     ),
     Fault(
-        "backends/serving.py",
-        "self._step = median(self._steps)",
-        "self._step = self._steps[-1]",
+        "backends/share.py",
+        "return median(self._steps) if self._steps",
+        "return self._steps[-1] if self._steps",
         "host/test_slices.py",
         "one long step makes the slices beside it longer",
+    ),
+    Fault(
+        "backends/share.py",
+        "min(self._step, median(self._own)) if self._own else self._step",
+        "self._step",
+        "host/test_slices.py",
+        "three steps are three launches between slices, which take longer",
+    ),
+    Fault(
+        "backends/prefill/slices.py",
+        "alike or NEW * (",
+        "alike or (",
+        "host/test_slices.py",
+        "a piece of other rows is taken to be as quick as those of its kind",
     ),
     Fault(
         "backends/serving.py",

@@ -19,6 +19,9 @@ from kog_triton.backends.watchdog import wait_for
 
 # Of slices beside which nobody waits for tokens. Two are on their way: a cancel is heard twice as late.
 ALONE_S = 0.025
+# Of a piece the like of which was not timed yet, over what its kind took: attention of the first chunk that is cut into
+# calls, and pieces of the last chunk, took 0.6 to 0.9 ms of 7.5 longer (benchmarks/cuda-log.md#slices).
+NEW = 1.25
 SLICE = "a slice of a prompt"
 
 
@@ -69,8 +72,8 @@ class Rate:
     def of(self, piece: Piece) -> float:
         """Seconds that it will take, by those that were most alike."""
         known = self._known
-        like = (piece.kind, piece.rows)
-        return piece.work * (known.get(like) or known.get((piece.kind,)) or self.seconds)
+        alike = known.get((piece.kind, piece.rows))
+        return piece.work * (alike or NEW * (known.get((piece.kind,)) or self.seconds))
 
 
 class Span(NamedTuple):

@@ -163,7 +163,8 @@ class RankDecoder(PlainDecoder):
         value, at = logits.max(-1)
         mine = torch.stack([value.float(), (at + self.rank * logits.shape[1]).float()], 1)
         each = self.sums.each(mine)  # an id below 2^24 is a float32
-        return each[each[:, 0].argmax(), 1].long().view(1)
+        # Not by indexing: torch reads a number that is an index on the host, which no capture allows.
+        return each[:, 1].index_select(0, each[:, 0].argmax(0, keepdim=True)).long()
 
     def whole(self, logits: Sequence[Tensor]) -> Tensor:
         """float32 [T, vocab] of every rank's parts."""

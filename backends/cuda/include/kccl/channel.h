@@ -61,28 +61,28 @@ struct Channel {
   KCCL_DEVICE bool fetch(u64 epoch, At at, float (&values)[kRanks][N][kValues]) const {
     const u32 wanted = mark(epoch), *own = comm.words[comm.rank];
     Vector q[kRanks][N];
-    bool late[kRanks][N];
+    u32 late[kRanks][N];
 #pragma unroll
     for (int from = 0; from < kRanks; from++)
 #pragma unroll
-      for (int i = 0; i < N; i++) late[from][i] = at(i) >= 0, q[from][i] = Vector{};
+      for (int i = 0; i < N; i++) late[from][i] = at(i) >= 0 ? 1 : 0, q[from][i] = Vector{};
     bool found = wait_until(
         comm,
         [&] {
-          bool any = false;
+          u32 any = 0;
 #pragma unroll
           for (int from = 0; from < kRanks; from++)
 #pragma unroll
             for (int i = 0; i < N; i++)
-              if (late[from][i]) q[from][i] = Policy::load(own + place(epoch, from, static_cast<u32>(at(i))));
+              if (late[from][i] != 0) q[from][i] = Policy::load(own + place(epoch, from, static_cast<u32>(at(i))));
 #pragma unroll
           for (int from = 0; from < kRanks; from++)
 #pragma unroll
             for (int i = 0; i < N; i++) {
-              late[from][i] = late[from][i] && Policy::is_late(q[from][i], wanted);
+              late[from][i] = late[from][i] != 0 ? Policy::stale(q[from][i], wanted) : 0;
               any |= late[from][i];
             }
-          return any;
+          return any != 0;
         },
         [&] {
           Late one{};
@@ -90,7 +90,7 @@ struct Channel {
           for (int from = kRanks - 1; from >= 0; from--)
 #pragma unroll
             for (int i = N - 1; i >= 0; i--)
-              if (late[from][i])
+              if (late[from][i] != 0)
                 one = {from, place(epoch, from, static_cast<u32>(at(i))), Policy::seen(q[from][i], wanted), wanted};
           return one;
         });

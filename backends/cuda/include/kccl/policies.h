@@ -10,7 +10,10 @@
 //   kEmpty       what every word holds before the first use
 //   kClears      whether a buffer is made empty again before its next use
 //   mark(n)      what distinguishes the n-th use of a buffer from its others
-//   pack, unpack values to a vector and back;   store, load  by one instruction;   is_late, seen  of what was loaded
+//   pack, unpack values to a vector and back;   store, load  by one instruction
+//   stale        0 where the vector that was loaded is there: a number, for a thread has seven predicates, and a poll
+//                more vectors
+//   seen         the mark that it had
 #pragma once
 #include <kccl/ptx.h>
 
@@ -38,10 +41,10 @@ struct PhaseWords {
   }
   KCCL_DEVICE static Vector load(const u32* p) { return load_words(p); }
   KCCL_DEVICE static void store(u32* p, const Vector& q) { store_words(p, q); }
-  KCCL_DEVICE static bool is_late(const Vector& q, u32 mark) {
-    return (((q.w[0] ^ mark) | (q.w[1] ^ mark) | (q.w[2] ^ mark) | (q.w[3] ^ mark)) & 1) != 0;
+  KCCL_DEVICE static u32 stale(const Vector& q, u32 mark) {
+    return ((q.w[0] ^ mark) | (q.w[1] ^ mark) | (q.w[2] ^ mark) | (q.w[3] ^ mark)) & 1;
   }
-  KCCL_DEVICE static u32 seen(const Vector& q, u32 mark) { return is_late(q, mark) ? mark ^ 1 : mark; }
+  KCCL_DEVICE static u32 seen(const Vector& q, u32 mark) { return mark ^ stale(q, mark); }
 };
 
 // Each pair of words is a value and the number of the use.
@@ -59,7 +62,7 @@ struct EpochPairs {
   }
   KCCL_DEVICE static Vector load(const u32* p) { return load_pairs(p); }
   KCCL_DEVICE static void store(u32* p, const Vector& q) { store_pairs(p, q); }
-  KCCL_DEVICE static bool is_late(const Vector& q, u32 mark) { return q.w[1] != mark || q.w[3] != mark; }
+  KCCL_DEVICE static u32 stale(const Vector& q, u32 mark) { return (q.w[1] ^ mark) | (q.w[3] ^ mark); }
   KCCL_DEVICE static u32 seen(const Vector& q, u32 mark) { return q.w[1] != mark ? q.w[1] : q.w[3]; }
 };
 
@@ -81,7 +84,7 @@ struct PoisonWords {
   }
   KCCL_DEVICE static Vector load(const u32* p) { return load_whole(p); }
   KCCL_DEVICE static void store(u32* p, const Vector& q) { store_whole(p, q); }
-  KCCL_DEVICE static bool is_late(const Vector& q, u32) { return q.w[3] == kEmpty; }
+  KCCL_DEVICE static u32 stale(const Vector& q, u32) { return q.w[3] == kEmpty ? 1 : 0; }
   KCCL_DEVICE static u32 seen(const Vector& q, u32) { return q.w[3]; }
 };
 
