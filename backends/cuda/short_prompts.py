@@ -89,9 +89,15 @@ class ShortPrompts:
     def queue(self, prompts: Sequence[ShortPrompt]) -> None:
         """On the current stream of each GPU."""
         self._number += 1
-        kernel = SHORT_KERNELS[-1]
         alone = not self.others and self.last_ended()
         stream = stream_of(self.device) if alone else None
+        try:
+            self._launch(prompts, stream)
+        finally:  # of a pass that failed midway, too: what was queued by then still runs
+            self.last_ended = reached(self.device)
+
+    def _launch(self, prompts: Sequence[ShortPrompt], stream: int | None) -> None:
+        kernel = SHORT_KERNELS[-1]
         for one in self._passes:  # all of them first: nothing that may wait stands between launches
             kernel = self._on(one, partial(one.write, prompts, self._number, stream))
         if kernel in self._graphs:
@@ -103,7 +109,6 @@ class ShortPrompts:
             for together in zip(*(one.launches(kernel) for one in self._passes), strict=True):
                 for one, launch, own in zip(self._passes, together, streams, strict=True):
                     self._on(one, partial(launch, own))
-        self.last_ended = reached(self.device)
 
     def gave_up(self) -> str:
         """What a pass has waited for in vain that was not told before; waits for GPUs. "" if all came."""

@@ -8,7 +8,7 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import backend as cuda_backend
-from kog_triton.backends.cuda import placing, staging
+from kog_triton.backends.cuda import placing, short_prompts, staging
 from kog_triton.backends.cuda.prompt_texts import can_pass
 from kog_triton.backends.cuda.short_pass import MOST_TOKENS, workspace_bytes
 from kog_triton.backends.mailbox import Failure, Mailbox
@@ -164,6 +164,38 @@ def test_an_error_of_one_is_not_the_others(alone):
     mailbox = served(backend, replace(asked(1), prompt=(1, 64)))
     (failure,) = mailbox.read(1, 0)
     assert "token id 64 is outside the vocabulary" in str(failure.error)
+    backend.close()
+
+
+def test_a_pass_that_fails_midway_is_waited_for_by_the_next(monkeypatch):
+    """What was queued of it still runs, and reads where the next pass's words may be laid."""
+    backend, marks = opened(), []
+
+    def marked(device):
+        marks.append([False])
+        return lambda: marks[-1][0]
+
+    monkeypatch.setattr(short_prompts, "reached", marked)
+    short, prompts = backend.short, [backend.short.begin(asked(1)).prompt]
+    (one,) = short._passes
+    right, laid = one.write, []
+
+    def write(prompts, number, stream):
+        laid.append(stream)
+        return right(prompts, number, stream)
+
+    def fails(stream):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one, "write", write)
+        patched.setattr(one, "launches", lambda kernel: [lambda stream: None, fails])
+        with pytest.raises(RuntimeError, match="no memory"):
+            short.queue(prompts)
+        assert len(marks) == 1 and not short.last_ended()
+        with pytest.raises(RuntimeError, match="no memory"):
+            short.queue(prompts)
+    assert laid == [0, None]  # the second one's words go by an upload, in the stream's order
     backend.close()
 
 

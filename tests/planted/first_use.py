@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "text/tokenizer.py",
-        "tokenizers.Tokenizer.from_buffer(path.read_bytes())",
+        "tokenizers.Tokenizer.from_buffer(data)",
         "tokenizers.Tokenizer.from_file(str(path))",
         "host/test_text_tokenizer.py",
         "a folder whose name is no UTF-8 has no tokenizer",
