@@ -7,7 +7,18 @@ from collections import Counter
 import pytest
 
 from tests.lib.gfx942.hip_kernel import KERNEL
-from tests.lib.gfx942.hip_mutants import WALK, Record, caught, idle, main, tried, unreached, walk
+from tests.lib.gfx942.hip_mutants import (
+    ARGUED,
+    WALK,
+    Record,
+    caught,
+    idle,
+    main,
+    place,
+    tried,
+    unreached,
+    walk,
+)
 from tests.lib.gfx942.places import chains
 
 # What changed, and two functions that the instruction stands in: the first such mutant is to be caught.
@@ -20,6 +31,14 @@ KINDS = [
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip
+# Barriers that "split" ran without: there a block's ids are of one warp.
+WIDE_BARRIERS = [
+    "choose > sync_consumers",  # raw logits: their rows' owners are other threads than read them
+    "choose > edit_logits > count_token > sync_consumers",
+    "choose > edit_logits > sync_consumers",  # four: counts, edits, biases, bans
+    "choose > publish_best > sum_over_block > sync_consumers",
+    "choose > publish_candidate > sync_consumers",
+]
 # Words of two GPUs: who stores them into the other's memory, and who waits for them there.
 RANK_KINDS = [
     ("of a narrower scope", "push", "store_relaxed"),
@@ -48,6 +67,27 @@ def of_kind(what: str, *functions: str, case: str = "split"):
 def test_a_mutant_of_each_kind_is_caught(kind):
     mutant = next(of_kind(*kind))
     assert caught("split", mutant, 24), mutant.named()
+
+
+@pytest.mark.parametrize("where", WIDE_BARRIERS)
+def test_a_barrier_between_warps_that_share_a_blocks_ids_is_missed(where):
+    found = [m for m in tried("wide") if place("wide", m) == f"no barrier in run_head > {where}"]
+    assert len(found) == {
+        "choose > edit_logits > sync_consumers": 4,
+        "choose > sync_consumers": 2,
+    }.get(where, 1)
+    for mutant in found:
+        assert caught("wide", mutant, 12), mutant.at
+
+
+def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():
+    where = "no barrier in run_head > choose > publish_best > sync_consumers"
+    first = next(m for m in tried("split") if place("split", m) == where)
+    assert caught("split", first, 14)
+
+
+def test_what_is_argued_about_is_there():
+    assert set(ARGUED) <= {place("split", mutant) for mutant in tried("split")}
 
 
 @pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))

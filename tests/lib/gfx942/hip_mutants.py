@@ -40,12 +40,54 @@ from tests.lib.triton_cases import plain
 MORE = {
     "logprobs": Asked(SamplingParams(temperature=0.8, seed=3, logprobs=3)),
     "top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4)),
+    "cut, logprobs": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4, logprobs=3)),
+}
+# A block's ids are of many warps in WIDE: what one finishes, counts, biases or bans is another's. In the
+# other cases all are of one warp, which is ordered by itself.
+WIDE = plain(1, vocab_size=1600)
+WIDE_PROMPT = (70, 463, 1312, 299)
+WIDE_ASKED = {
+    "wide": Asked(SamplingParams(temperature=0.8, seed=3, logprobs=3), WIDE_PROMPT),
+    "wide edits": Asked(
+        SamplingParams(
+            temperature=0.5,
+            seed=26,
+            repetition_penalty=1.9,
+            frequency_penalty=1.5,
+            logit_bias=dict.fromkeys(range(64, 1600, 100), 6.0),
+            allowed_token_ids=tuple(range(3, 1590)),
+            min_tokens=6,
+            end_token_ids=(164, 564, 1064),
+        ),
+        WIDE_PROMPT,
+    ),
 }
 REQUESTS = {
     "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE),
+    "wide": tuple(WIDE_ASKED),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
 }
+# Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
+ARGUED = {
+    "no barrier in sync_consumers": "behind init_block: what it writes is read behind find_place's own barriers",
+    "no barrier in find_place > sync_consumers": "the first: up to 64 blocks are one wave's (more: not run); the"
+    " last: the block's number is read behind the barrier of the kernel's entry, which comes next",
+    "no barrier in any_consumer > sync_consumers": "the second: a step's barriers stand before the next call",
+    "no barrier in run_layers_ahead > run_layer > attention > join_splits > join_many > sync_consumers": "the join puts"
+    " sums into shared memory only where there are more than kJoined splits: not with 8 blocks",
+    "no barrier in run_head > head_rows > run_rows > sync_consumers": "of a block without rows, which reads nothing"
+    " that it staged",
+    "no barrier in run_head > choose > check_argmax > gather_shares > sync_consumers": "one warp gathers up to 32"
+    " blocks' shares, the one that has read the sums; more than 64 blocks, of two waves, are not run",
+    "no barrier in run_head > choose > publish_best > sync_consumers": "the second: the sums' 16 words lie below those"
+    " that other waves write (2 * kMostLogprobs up); the third: choose has a barrier before the scratch is used again",
+    "no barrier in run_head > choose > publish_ahead > sync_consumers": "as publish_best's second",
+    "global_store_dword of a narrower scope in run_head > choose > edit_logits > store_relaxed > store_scoped": "each"
+    " block writes the output's ids, all the same, and reads its own",
+    "global_load_dword of a narrower scope in run_head > choose > edit_logits > completes > load_relaxed > load_scoped":
+    "as its store",
+}  # fmt: skip
 WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
 RANKS = plain(2)
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
@@ -66,7 +108,14 @@ class Seen:
 def walk(case: str) -> HipWalk:
     if case == "ranks":
         return _ranks_walk()
+    if case == "wide":
+        return _wide_walk()
     return hip_requests.split_walk() if case == "split" else hip_requests.walk(case)
+
+
+@cache
+def _wide_walk() -> HipWalk:
+    return HipWalk(WIDE, ArrayWeights(WIDE), 8)
 
 
 @cache
@@ -75,12 +124,12 @@ def _ranks_walk() -> HipRankWalk:
 
 
 def _spec(case: str) -> ModelSpec:
-    own = {"split": hip_requests.SPLIT, "ranks": RANKS}
+    own = {"split": hip_requests.SPLIT, "ranks": RANKS, "wide": WIDE}
     return own[case] if case in own else CASES[case].spec
 
 
 def asked(name: str) -> Asked:
-    return MORE[name] if name in MORE else ASKED[name]
+    return (ASKED | MORE | WIDE_ASKED)[name]
 
 
 def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple[Any, np.ndarray]:
@@ -268,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     survivors = record.survivors()
     print(f"{len(record.found)} tried, {survivors.total()} survive, {left} left")
     for what, count in survivors.most_common():
-        print(f"  {count} x {what}")
+        print(f"  {count} x {what}" + (f" ({ARGUED[what]})" if what in ARGUED else ""))
 
 
 if __name__ == "__main__":
