@@ -1,7 +1,4 @@
-"""KCCL's all-reduce on GPUs that reach each other's memory, in one process: what `kog bench kccl` times of ours.
-
-It has run on no GPU yet: its errors are tested, and its kernel is compiled and looked at.
-"""
+"""KCCL's all-reduce on GPUs that reach each other's memory, in one process: what `kog bench kccl` times of ours."""
 
 import ctypes
 from dataclasses import dataclass
@@ -22,6 +19,8 @@ from kog_triton.backends.cuda.layout.collectives import (
 from kog_triton.errors import RunError
 
 HELPERS = 32  # threads of a block that stream; others reduce (kccl_bench.cu)
+# Vectors of a rank that 512 threads of a block reduce sooner than 256: measured of the phase bit over four GPUs
+# (benchmarks/cuda-log.md#all-reduce-threads).
 WIDE = range(512, 1025)
 MOST_BLOCKS, MOST_HELD = 128, 16  # blocks of a GPU; vectors that a thread asks for in one poll
 SLOT_BYTES, RING_SLOTS = 16384, 3
@@ -68,7 +67,7 @@ def source_header(policy: Policy, ranks: int, vectors: int) -> str:
 
 
 def threads_for(vectors: int) -> int:
-    """Of a block, those that reduce so many vectors of each rank (benchmarks/cuda-log.md#all-reduce-threads)."""
+    """Of a block, those that reduce so many vectors of each rank."""
     return 512 if vectors in WIDE else 256
 
 

@@ -28,9 +28,9 @@ from kog_triton.backends.launch_queue import LaunchQueue, LaunchQueues
 from kog_triton.backends.logprob_words import read_record
 from kog_triton.backends.mailbox import Failure, Mailbox, PromptLogprob, Request, Step
 from kog_triton.backends.pace import COARSE_S, Pace, exact_sleeps
+from kog_triton.backends.prefill.share import Share
 from kog_triton.backends.prefill.slices import ALONE_S, PromptRun
 from kog_triton.backends.request_words import mask_words, slow_mask
-from kog_triton.backends.share import Share
 from kog_triton.backends.token_words import Outcome, read_word
 from kog_triton.backends.watchdog import Heart, Stalled, reached
 from kog_triton.errors import KogError, RunError

@@ -3,8 +3,6 @@
 Ours are dependent: each needs the sum before, in one kernel on every GPU, with and without a stream of weights beside.
 Those of torch are whole kernels in a CUDA graph. A backend names its all-reduce under the entry point group
 `kog_triton.collectives`: (policy, GPUs, floats, uses, whether weights are streamed) -> microseconds and GB/s.
-
-It has run on no GPU yet.
 """
 
 import argparse

@@ -105,7 +105,7 @@ def test_all_ranks_leave_when_one_is_never_launched(small, devices):
     for absent in range(len(devices)):
         took = small.run(small.words([1, 2], 40), [1, 2], limit=50_000_000, absent=absent)
         assert 50e6 < took < 500e6
-        # One at least waited until its own limit; it told the others, some of which may have.
+        # One rank at least waited until its own limit and told the others, whose waits may have expired, too, or not.
         waited = {rank: at for rank, at in small.expired().items() if rank != absent}
         assert waited
         for layer, place in waited.values():

@@ -89,8 +89,8 @@ def test_what_was_measured_is_what_was_printed():
             continue
         printed = four if gpus == 4 else two
         reads = re.search(rf" {shape}: bandwidth, TB/s: (.*)", printed)[1]
-        rates = [float(rate) for rate in re.findall(r"\d ([\d.]+)", reads)]
-        each = [max(pair) for pair in zip(rates[::2], rates[1::2], strict=True)]
+        ways = [float(way) for way in re.findall(r"\d ([\d.]+)", reads)]
+        each = [max(pair) for pair in zip(ways[::2], ways[1::2], strict=True)]
         assert bandwidth == (each[0] if gpus == 1 else min(each)), shape
         what = "1 s pauses" if (shape, gpus) == ("qwen3-8b", 2) else "one request"
         (rates,) = re.findall(rf" {shape}: {what}, {gpus} GPU\(s\): ([\d.]+) tokens/s", printed)

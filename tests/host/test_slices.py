@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kog_triton.backends import watchdog
-from kog_triton.backends.prefill.slices import NEW, Piece, PromptRun, Rate
-from kog_triton.backends.share import GAP_S, GAP_STEPS, Share
+from kog_triton.backends.prefill.share import GAP_S, GAP_STEPS, Share
+from kog_triton.backends.prefill.slices import UNTIMED, Piece, PromptRun, Rate
 from kog_triton.backends.watchdog import Stalled
 from tests.lib.prefill_cases import (
     BF16,
@@ -154,14 +154,14 @@ def test_pieces_take_what_others_of_their_kind_took():
     run = Timed(Device(), [slow, fast], other)
     assert run.advance(math.inf, at_once=True)
     run.wait()
-    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == NEW * 1.5
+    assert other.of(Piece(0, 1.0, "slow")) == other.of(Piece(0, 1.0, "new")) == UNTIMED * 1.5
 
 
 def test_pieces_of_other_rows_are_taken_for_slower_until_they_were_timed():
     rate = Rate()
     rate.told([(Piece(0, 2.0, "attention", 2048), 2.0, 1.0)])
     assert rate.of(Piece(0, 2.0, "attention", 2048)) == 1.0
-    assert rate.of(Piece(0, 2.0, "attention", 1024)) == NEW
+    assert rate.of(Piece(0, 2.0, "attention", 1024)) == UNTIMED
     rate.told([(Piece(0, 2.0, "attention", 1024), 2.0, 1.1)])
     assert rate.of(Piece(0, 2.0, "attention", 1024)) == 1.1
 

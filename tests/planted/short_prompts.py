@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/slices.py",
-        "alike or NEW * (known.get((piece.kind,)) or self.seconds)",
+        "alike or UNTIMED * (known.get((piece.kind,)) or self.seconds)",
         "self.seconds",
         "host/test_slices.py",
         "a piece of a prompt is taken to be as long as those of other kinds",
@@ -95,14 +95,14 @@ FAULTS = (
         "pieces that run at once are timed apart, with a mark between their launches",
     ),
     Fault(
-        "backends/share.py",
+        "backends/prefill/share.py",
         "return median(self._steps) if self._steps",
         "return self._steps[-1] if self._steps",
         "host/test_slices.py",
         "one long step makes the slices beside it longer",
     ),
     Fault(
-        "backends/share.py",
+        "backends/prefill/share.py",
         "min(self._step, median(self._own)) if self._own else self._step",
         "self._step",
         "host/test_slices.py",
@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "backends/prefill/slices.py",
-        "alike or NEW * (",
+        "alike or UNTIMED * (",
         "alike or (",
         "host/test_slices.py",
         "a piece of other rows is taken to be as quick as those of its kind",

@@ -19,9 +19,9 @@ from kog_triton.backends.watchdog import wait_for
 
 # Of slices beside which nobody waits for tokens. Two are on their way: a cancel is heard twice as late.
 ALONE_S = 0.025
-# Of a piece the like of which was not timed yet, over what its kind took: attention of the first chunk that is cut into
-# calls, and pieces of the last chunk, took 0.6 to 0.9 ms of 7.5 longer (benchmarks/cuda-log.md#slices).
-NEW = 1.25
+# How much longer a piece is told than its kind takes, while none of its kind with as many rows was timed: slices that
+# had such pieces took up to 0.9 ms of 7.5 longer (benchmarks/cuda-log.md#slices).
+UNTIMED = 1.25
 SLICE = "a slice of a prompt"
 
 
@@ -73,7 +73,7 @@ class Rate:
         """Seconds that it will take, by those that were most alike."""
         known = self._known
         alike = known.get((piece.kind, piece.rows))
-        return piece.work * (alike or NEW * (known.get((piece.kind,)) or self.seconds))
+        return piece.work * (alike or UNTIMED * (known.get((piece.kind,)) or self.seconds))
 
 
 class Span(NamedTuple):

@@ -128,7 +128,7 @@ class TorchRanks:
     name = "torch-ranks"
     checks_text = True
     several_gpus = True
-    ran = "this adapter has run on a CPU, its step uncaptured and its sums by gloo"
+    ran = "this adapter has run on a CPU and on two H200s"
 
     @staticmethod
     def absent(setting: Setting) -> str:

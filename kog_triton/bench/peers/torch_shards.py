@@ -163,7 +163,7 @@ class RankDecoder(PlainDecoder):
         value, at = logits.max(-1)
         mine = torch.stack([value.float(), (at + self.rank * logits.shape[1]).float()], 1)
         each = self.sums.each(mine)  # an id below 2^24 is a float32
-        # Not by indexing: torch reads a number that is an index on the host, which no capture allows.
+        # A tensor of no dimension as an index would be read on the host, which no CUDA graph can capture.
         return each[:, 1].index_select(0, each[:, 0].argmax(0, keepdim=True)).long()
 
     def whole(self, logits: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,8 @@ from statistics import median
 GAP_S = 0.0118
 GAP_STEPS = 2.95
 OTHERS = 0.32
-# Of it, for what a slice takes longer than its work told: at p99 0.1 to 0.5 ms (benchmarks/cuda-log.md#slices).
+# Of that longest time, for what a slice takes longer than its work told: at p99 0.1 to 0.5 ms
+# (benchmarks/cuda-log.md#slices).
 SLACK_S = 0.0006
 UNKNOWN_S = 0.004  # of a slice before any launch has been timed
 # Launches of whose steps the median counts: by one of 6.7 ms, of 5.2 otherwise, two slices were 2.5 ms too long.
@@ -23,8 +24,9 @@ class Share:
     long. What the prompt got too much of it, as when the GPU waited for the host, or too little, as pieces do not fill
     a slice, counts for its next slice.
 
-    A launch of one token between slices takes 4.1 to 4.4 ms where a step of its requests alone takes 3.9: `told` keeps
-    both apart, for three times the longer one is a gap that nobody was promised (benchmarks/cuda-log.md#slices).
+    A launch of one token between slices takes longer than a step of the same requests alone, 4.1 to 4.4 ms for 3.9 of
+    8B's seven: `told` keeps both apart, for three times the longer one is a gap that nobody was promised
+    (benchmarks/cuda-log.md#slices).
     """
 
     def __init__(self) -> None:
