@@ -177,12 +177,14 @@ class PushedExchange:
 
     def gave_up(self) -> str:
         """What a pass has waited for in vain that was not told before; waits for GPUs. "" if all came."""
-        each = [(*memory.gave_up.tolist(), rank) for rank, memory in enumerate(self._memory)]
-        new = [one for one in each if one[0] >> 16 > self._told >> 16]
+        each = [(memory.gave_up.tolist(), rank) for rank, memory in enumerate(self._memory)]
+        new = [
+            (number, rank, word) for (number, word), rank in each if number >> 16 > self._told >> 16
+        ]
         if not new:
             return ""
         self._told = max(new)[0]
-        number, word, rank = min(new)  # of what others gave up for
+        number, rank, word = min(new)  # of what others gave up for
         where = "its end" if number & LAST == LAST else f"exchange {number & LAST}"
         return (
             f"a wait of a prompt's pass expired: rank {rank}, {where}: nothing from rank "
