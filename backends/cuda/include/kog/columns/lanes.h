@@ -4,10 +4,11 @@
 //   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner to all ranks
 //
 // Blocks of the same group index own the same rows, on all ranks. An owner receives what the others owe
-// its rows and adds it up in the order of lanes, as a kernel of one token does:
+// its rows, adds it up in the order of lanes, as a kernel of one token does, and keeps the sums in
+// scratch:
 //
-//   DELAYED   before the stage waits for its inputs, since those words came layers ago; the sums wait in scratch
-//   NOW       behind the stage, whose own outputs they are; the sums are the streams
+//   DELAYED   before the stage waits for its inputs: those words came layers ago
+//   NOW       behind the stage, whose own outputs they are; the streams follow then
 //
 // backends/cuda/layout/exchanges.py says which outputs are sent, and that buffers suffice.
 #pragma once
@@ -75,9 +76,8 @@ struct Reduction {
     }
   }
 
-  // Sums of what the lanes sent in `layer` to take(n, sum) of piece n of this block's: the others' alone or, behind x, all lanes'.
-  template <class Take>
-  KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x, Take take) const {
+  // Sums of what the lanes sent in `layer`: the others' alone or, behind x, all lanes'.
+  KOG_DEVICE void join(Block& b, int layer, bool all, const Streams& x) const {
     const u32* base = words(b, send_index(b, layer));
     u32 phase_there = phase(send_index(b, layer));
     int count = last - first;
@@ -85,14 +85,14 @@ struct Reduction {
     for (int next = b.warp; next < count; next += kWarps * kAtOnce) {
       int from[kAtOnce];  // in words: pointers take registers that are missing
       bool mine[kAtOnce];
-      u32 stream[kAtOnce];  // as it comes, which polls need not wait for
+      float sum[kAtOnce];
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
         int n = next + a * kWarps;
         Item item = item_of<Stage>(b, first + n);
         mine[a] = n < count && item.there;
         from[a] = offset(item);
-        stream[a] = mine[a] && all ? x.ask(b, item.column, item.row) : 0;
+        sum[a] = mine[a] && all ? x.value(b, item.column, item.row) : 0;
       }
       u32 w[kAtOnce * kLanes];
       poll_words(
@@ -102,11 +102,11 @@ struct Reduction {
           w);
 #pragma unroll
       for (int a = 0; a < kAtOnce; a++) {
-        float sum = add_lanes(
-            all ? x.read(stream[a]) : 0, [&](int lane) { return all || lane != b.lane; },
+        sum[a] = add_lanes(
+            sum[a], [&](int lane) { return all || lane != b.lane; },
             [&](int lane) { return w[a * kLanes + lane]; });
         int n = next + a * kWarps;
-        if (n < count) take(n, sum);
+        if (n < count) *joined(b, n) = sum[a];
       }
     }
   }
@@ -114,8 +114,7 @@ struct Reduction {
   // Before the stage's wait.
   KOG_DEVICE void begin(Block& b, const Streams& x) const {
     if constexpr (kSends)
-      if (how == kDelayed)
-        join(b, b.layer - kDelay, false, x, [&](int n, float sum) { *joined(b, n) = sum; });
+      if (how == kDelayed) join(b, b.layer - kDelay, false, x);
   }
   // What joins the stream for an output, unless it is reduced NOW.
   KOG_DEVICE float owed(const Block& b, const Item& item, float y) const {
@@ -126,12 +125,16 @@ struct Reduction {
   KOG_DEVICE void end(Block& b, const Streams& x, const Sink& sink) const {
     if constexpr (kSends) {
       if (how != kNow) return;
-      join(b, b.layer, true, x, [&](int n, float sum) {
-        b.begin_stage();
-        int piece = Reduction(b).first + n;  // kept while words are waited for, it would be spilled
-        sink.put_stream(item_of<Stage>(b, piece), sum);
+      join(b, b.layer, true, x);
+      sync_consumers();  // pieces may be joined by other warps than put them
+      b.begin_stage();
+      Reduction again(b);  // kept while words are waited for, its pieces would be spilled
+#pragma unroll 1
+      for (int piece = again.first + b.warp; piece < again.last; piece += kWarps) {
+        sink.put_stream(item_of<Stage>(b, piece), *joined(b, piece - again.first));
         sink.raise(piece);
-      });
+      }
+      sync_consumers();  // the sums have been read
     }
   }
 };
