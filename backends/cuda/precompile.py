@@ -22,6 +22,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import describe
 
 LIBRARY = ("auto", "library")  # ways of prompts that may be the library's
+CORES_FOR_LONG = 6  # for each long kernel that begins with the early ones
 
 
 def precompile(spec: ModelSpec, options: BackendOptions) -> None:
@@ -36,42 +37,43 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
     if gpu.arch != HOPPER or options.device not in ("", "nvidia", gpu.name):
         return
     lowering = lower(build(spec, options.num_gpus), gpu)
-    for header, source in _in_order(_kernels(lowering, options), _prompts(lowering, options)):
+    for header, source in _in_order(lowering, options):
         begin_cubin(header, source, gpu.arch)
 
 
-def _in_order(
-    kernels: list[tuple[str, Layout]], prompts: list[tuple[str, str]]
-) -> list[tuple[str, str]]:
-    """Headers and sources to begin. An opening waits for early kernels and prompts' alone, which come first. Where
-    there are no early ones, as many kernels as leave Python a core, which imports meanwhile."""
-    early, others = (
-        [(render(layout), source) for source, layout in kernels if layout.tokens_only is only]
-        for only in (True, False)
+def _in_order(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, str]]:
+    """Headers and sources to begin. An opening waits for early kernels and prompts' alone, which come first; as cores
+    allow, some of those that take longest begin beside them (benchmarks/cuda-log.md#early). Where there are no early
+    ones, as many kernels as leave Python a core, which imports meanwhile."""
+    early, whole, several = (
+        [(render(layout), source) for source, layout in kernels]
+        for kernels in _kernels(lowering, options)
     )
+    beside = max(1, len(os.sched_getaffinity(0)) - 1)
     if not early:
-        return others[: max(1, len(os.sched_getaffinity(0)) - 1)]
-    return [*early, *prompts, *others]
+        return [*whole, *several][:beside]
+    prompts = prompt_texts(lowering, ALL) if options.prefill in LIBRARY else []
+    ahead = beside // CORES_FOR_LONG
+    return [*early, *several[:ahead], *prompts, *several[ahead:], *whole]
 
 
-def _prompts(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, str]]:
-    """Of the kernels of prompts, where the library has them."""
-    return prompt_texts(lowering, ALL) if options.prefill in LIBRARY else []
+Kernels = list[tuple[str, Layout]]  # sources with their layouts
 
 
-def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
-    """Sources with their layouts: of what a first token waits for, and of several tokens the longest first."""
+def _kernels(lowering: CudaLowering, options: BackendOptions) -> tuple[Kernels, Kernels, Kernels]:
+    """Of one token, the early ones and the whole; of several, those that take longest first."""
     max_context = options.max_context or lowering.schedule.spec.max_context
     layout = lay_out(lowering, max_context)
     sources = ["decode.cu"]
     if options.prefill in LIBRARY:
         sources.append("head_steps.cu")
-    early = [(source, tokens_only(source, layout)) for source in sources]
-    kernels = [(source, one) for source, one in early if one is not None]
-    kernels += [(source, layout) for source in sources]
+    soon = [(source, tokens_only(source, layout)) for source in sources]
+    early = [(source, one) for source, one in soon if one is not None]
+    several = []
     if options.prefill in ("auto", "kernel"):
         chunks = layout_of_chunks(lowering, max_context, POSITIONS)
-        kernels += [("columns.cu", chunks)] if chunks else []
+        several += [chunks] if chunks else []
     columns = layouts_of_slots(lowering, max_context, COUNTS, options.num_slots)
-    widest_first = sorted(columns.values(), key=lambda layout: -layout.columns)
-    return kernels + [("columns.cu", layout) for layout in widest_first]
+    several += [columns[count] for count in sorted(columns, reverse=True)]
+    whole = [(source, layout) for source in sources]
+    return early, whole, [("columns.cu", layout) for layout in several]

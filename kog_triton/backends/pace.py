@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
-EARLY = 0.5  # of a step: the host wakes so much before the next token is due
+EARLY = 0.5  # of a step: the host wakes so much before the next token is due, and at least
+EARLY_S = (
+    220e-6  # so long or a step: a short one of two GPUs is no shorter for a core that has to wake
+)
 GROWTH = 1.1  # of what is taken for a step, from one to the next
 KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
 FINE_S = 10e-6  # between glances around that time
@@ -28,7 +31,7 @@ COARSE_S = 50e-6  # and once it is overdue by a step: a prompt, or a mask that o
 AGAIN_S = 20e-6  # after a token: those of other requests may be on their way
 LONGEST_S = 500e-6  # without a look: what the caller has to say waits so long
 ENDING_S = 2e-3  # that a kernel may take to end when it has said its last
-NAP_S = 50e-6  # of a caller between looks
+NAP_S = 25e-6  # of a caller between looks
 NAPPING_S = 2e-3  # for so long; a later wake matters less to slower tokens
 MOST_NAPPING = 2  # threads at once: each look takes Python's lock from all others
 
@@ -54,7 +57,8 @@ class Pace:
                 late = min(max(now - self._due, 0.0), step)
                 self._due = now - KEPT_PACE * late + step
                 if not ends:
-                    self._wake, self._fine_until = self._due - EARLY * step, self._due + step
+                    self._wake = self._due - max(EARLY * step, min(EARLY_S, step))
+                    self._fine_until = self._due + step
             self._told = now
             time.sleep(AGAIN_S)
         elif now < self._wake:

@@ -30,7 +30,7 @@ def clock(monkeypatch):
 def test_it_looks_until_there_is_news(clock):
     pace.nap_until(lambda: clock.now >= 100.0004, 1.0)
     assert clock.now == pytest.approx(100.0004, abs=pace.NAP_S)
-    assert clock.naps == 8
+    assert clock.naps == pytest.approx(400e-6 / pace.NAP_S, abs=1)
 
 
 @pytest.mark.parametrize(("timeout", "took"), [(float("inf"), pace.NAPPING_S), (5e-4, 5e-4)])

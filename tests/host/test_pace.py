@@ -45,6 +45,15 @@ def test_a_token_is_told_at_once_and_the_host_sleeps_until_it_is_due(monkeypatch
     assert world.naps < 100 * (4 + 1.5 * pace.EARLY * STEP / pace.FINE_S)
 
 
+def test_looks_begin_as_early_for_short_steps(monkeypatch):
+    """More than half a step of two GPUs, and no more than a step; each look takes FINE_S."""
+    for step, early in ((300e-6, pace.EARLY_S), (150e-6, 150e-6)):
+        monkeypatch.setattr(f"{__name__}.STEP", step)
+        world = World(monkeypatch)
+        world.late(100)
+        assert world.naps == pytest.approx(100 * early / pace.FINE_S, rel=0.2)
+
+
 def test_one_that_is_told_late_makes_no_other_late(monkeypatch):
     late = World(monkeypatch, hiccup=30.04 * STEP).late(60)
     assert late[30] == pytest.approx(0.5 * STEP, rel=0.3)
