@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
@@ -32,7 +33,7 @@ from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.litmus import MAPS, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
-from tests.lib.gfx942.requests import ASKED, Asked, reference_tokens
+from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
@@ -41,6 +42,8 @@ MORE = {
     "logprobs": Asked(SamplingParams(temperature=0.8, seed=3, logprobs=3)),
     "top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4)),
     "cut, logprobs": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4, logprobs=3)),
+    # To positions from which a row of the cache passes from one block's split to another's, which has read beside it.
+    "long, top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4), LONG[:18]),
 }
 # A block's ids are of many warps in WIDE: what one finishes, counts, biases or bans is another's. In the
 # other cases all are of one warp, which is ordered by itself.
@@ -137,6 +140,7 @@ def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple
     what = asked(name)
     one.conditions = conditions
     one.memory.logprobs.zero_()
+    one.memory.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
     made = one.generate(list(what.prompt), hip_requests.TOKENS, what.params, (), seed)
     return made, one.memory.logprobs.numpy().copy()
 

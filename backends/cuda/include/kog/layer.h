@@ -96,7 +96,7 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& walk) {
 KOG_DEVICE void down_proj(Block& b, Walk& walk, const Ahead<DownProj, true>& ahead) {
   b.begin_stage();
   bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
-  if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
+  if (b.layer == kLayers - 1 && sends) release_gpu();  // pairs with acquire_cache
   stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, phase_of(walk.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, walk.gain);
@@ -143,7 +143,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk) {
 
 // After a token's last outputs were received, before a barrier: acquires what other blocks have appended to
 // the cache (docs/SYNC.md, Fences).
-KOG_DEVICE void acquire_cache() { fence_gpu(); }
+KOG_DEVICE void acquire_cache() { acquire_gpu(); }
 
 // All layers.
 KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
