@@ -161,8 +161,7 @@ def test_a_prompt_in_chunks_ends_with_the_references_first_token(conditions):
 
 # ---- seen red ----
 
-# By a case, conditions and a seed in which it shows: of what blocks tell each other not every order shows the loss. The
-# fence of await_splits is not among them: in the adversarial memory 16 seeds of this case showed nothing.
+# By a case, conditions and a seed in which it shows: of what blocks tell each other not every order shows the loss.
 TOLD = {
     "nobody waits for a split's flag": (
         "windows",

@@ -86,6 +86,22 @@ def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():
     assert caught("split", first, 14)
 
 
+def test_every_loss_of_what_keeps_rows_new_is_seen():
+    """A stale row is one that another block has appended beside those that this one has read."""
+    found = [m for m in tried("split") if m.what == "no buffer_inv"]
+    assert len(found) == 3  # behind a prompt's step, a token's, and one that is chosen by all blocks
+    for mutant in found:
+        assert caught("split", mutant, 24), mutant.named()
+
+
+def test_a_pair_whose_first_word_may_land_first_is_seen():
+    where = "store_system_pair > drain_stores"
+    found = [m for m in tried("split") if place("split", m).endswith(where)]
+    assert len(found) == 6 and not any(idle("split", mutant) for mutant in found)
+    for mutant in found:
+        assert "lands ahead of its second" in caught("split", mutant, 24), mutant.named()
+
+
 def test_what_is_argued_about_is_there():
     assert set(ARGUED) <= {place("split", mutant) for mutant in tried("split")}
 

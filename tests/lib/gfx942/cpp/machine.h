@@ -47,6 +47,7 @@ struct Machine {
     std::vector<InFlight> most;  // what a wave had in flight at most when it came to each wait, in adversarial memory
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
+    std::vector<bool> stored;  // plainly, to each range
     u64 code_at = 0;  // where the kernel's first instruction would lie: behind its constants, which code finds from there
     std::vector<Workgroup> groups;
     Options options;
