@@ -89,7 +89,9 @@ def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():
 def test_every_loss_of_what_keeps_rows_new_is_seen():
     """A stale row is one that another block has appended beside those that this one has read."""
     found = [m for m in tried("split") if m.what == "no buffer_inv"]
-    assert len(found) == 3  # behind a prompt's step, a token's, and one that is chosen by all blocks
+    assert (
+        len(found) == 3
+    )  # behind a prompt's step, a token's, and one that is chosen by all blocks
     for mutant in found:
         assert caught("split", mutant, 24), mutant.named()
 

@@ -140,7 +140,9 @@ def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple
     what = asked(name)
     one.conditions = conditions
     one.memory.logprobs.zero_()
-    one.memory.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
+    one.memory.cache.fill_(
+        torch.nan
+    )  # a row that is read too early would be the last run's, the same
     made = one.generate(list(what.prompt), hip_requests.TOKENS, what.params, (), seed)
     return made, one.memory.logprobs.numpy().copy()
 
