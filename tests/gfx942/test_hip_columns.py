@@ -18,7 +18,7 @@ from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.gfx942.executor import WEAK, Memory
+from tests.lib.gfx942.executor import WEAK, Fault, Memory
 from tests.lib.gfx942.gates import gates_of
 from tests.lib.gfx942.hip_column_requests import (
     BLOCKS,
@@ -164,6 +164,32 @@ def test_a_split_that_is_told_wrongly_is_seen(fault, tmp_path):
     case, conditions, seed, old = TOLD[fault]
     includes = planted(tmp_path, "columns/attention.h", old, "")
     assert wrong(case, CONDITIONS[conditions], seed, includes)
+
+
+@pytest.mark.slow
+def test_every_acquire_of_the_caches_rows_is_needed(monkeypatch):
+    """Rows pass from one block's split to another's, which has read beside them."""
+    one, names = columns("split"), ("long prompt", "long prompt")
+    right = [(expected("split", name), Outcome.LENGTH) for name in names]
+    acquires = [i for i, name in enumerate(one.kernel.mnemonics()) if name == "BUFFER_INV"]
+    assert len(acquires) == 2
+    # Lines stay as they were found.
+    hard = [
+        {"memory": Memory(True, early, 0), "xcc": lambda group: group // 2} for early in (0.3, 0.9)
+    ]
+    assert serve("split", hard[0], names) == right
+    for acquire in acquires:
+        without = one.kernel.copy()
+        without.replace([acquire], "S_NOP")
+        monkeypatch.setattr(one, "kernel", without)
+        assert any(shows(names, right, hard[seed % 2], seed) for seed in range(8)), acquire
+
+
+def shows(names, right, conditions, seed):
+    try:
+        return serve("split", conditions, names, seed) != right
+    except (Fault, AssertionError):
+        return True
 
 
 # ---- gates ----
