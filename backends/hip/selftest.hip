@@ -39,7 +39,7 @@ KOG_DEVICE bool meet(const SelfTest& t, int block, int thread, u32 half) {
   bool late = false;
   for (int i = thread; i < t.blocks; i += kThreads) late |= !comes(t, [&] { return load_relaxed(t.words + i) >= half; });
   late = any_consumer(late);
-  fence_gpu();
+  acquire_gpu();
   sync_consumers();
   return !late;
 }

@@ -93,7 +93,11 @@ RACES = {
         "  sync_staged<kOwn>();\n",
         "",
     ),
-    "rows of the cache are sent without a fence": ("columns/layer.h", "if (last) fence_gpu();", ""),
+    "rows of the cache are sent without a fence": (
+        "columns/layer.h",
+        "if (last) release_gpu();",
+        "",
+    ),
     "partial sums are overwritten while they are read": (
         "rows.h",
         "  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read\n",

@@ -301,7 +301,7 @@ def test_blocks_of_ranks_race_for_nothing(name):
 
 @pytest.mark.slow
 def test_a_planted_race_of_ranks_is_reported(tmp_path):
-    include = plant(tmp_path, ("columns/layer.h", "if (last) fence_gpu();", ""))
+    include = plant(tmp_path, ("columns/layer.h", "if (last) release_gpu();", ""))
     splits = {"split_least": 2, "merged_length": 3}
     racing = RankColumnThreadWalk(TWO, RandomWeights(TWO), 2, 2, 3, include=include, **splits)
     requests = [request(i, (5, 17 + i, 60), 3) for i in range(2)]

@@ -96,11 +96,11 @@ RACES = {
     "a chunk is handed back before it is read": {"take_there", "load"},
 }
 EDITS = (
-    ("layer.h", "&& sends) fence_gpu();", f"&& sends && !{chosen(1)}) fence_gpu();"),
+    ("layer.h", "&& sends) release_gpu();", f"&& sends && !{chosen(1)}) release_gpu();"),
     (
         "layer.h",
-        "acquire_cache() { fence_gpu(); }",
-        "acquire_cache(bool does) { if (does) fence_gpu(); }",
+        "acquire_cache() { acquire_gpu(); }",
+        "acquire_cache(bool does) { if (does) acquire_gpu(); }",
     ),
     ("head.h", "    acquire_cache();\n  } else", "    acquire_cache(true);\n  } else"),
     ("head.h", "acquire_cache();  //", f"acquire_cache(!{chosen(2)});  //"),

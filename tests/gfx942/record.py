@@ -10,14 +10,17 @@ touches.
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kog_triton.json_file import in_lines
 from tests.gfx942 import budget
-from tests.lib.gfx942 import differential, hip_requests
+from tests.lib.gfx942 import differential, hip_column_requests, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.executor import PLAIN, Kernel
+from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, MAPS, memory_of, run
 from tests.lib.gfx942.mutants import caught, mutants
 from tests.lib.gfx942.requests import ASKED, LIVES, expected, run_request
@@ -26,7 +29,7 @@ from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
 
 RECORD = Path(__file__).parent / "record.json"
-PARTS = ("arithmetic", "requests", "hip", "litmus", "accesses")
+PARTS = ("arithmetic", "requests", "hip", "columns", "litmus", "accesses")
 Row = dict[str, Any]
 
 
@@ -92,6 +95,30 @@ def hip_row(case: str, name: str, seeds: int) -> Row:
     print("hip", case, name, "wrong:", wrong, flush=True)
     row = {"case": case, "request": name, "object": one.kernel.code_object.sha256}
     return row | {"compiler": "clang-19", "seeds": seeds, "wrong": wrong}
+
+
+def shared() -> Iterator[
+    tuple[str, Callable[[], HipColumns], Callable[[dict[str, Any], int], str]]
+]:
+    """Cases of the HIP kernel of columns: each its kernel's model and what is wrong with a run."""
+    for case in hip_column_requests.SHARED:
+
+        def wrong_of(conditions: dict[str, Any], seed: int, case: str = case) -> str:
+            return hip_column_requests.wrong(case, conditions, seed)
+
+        yield case, partial(hip_column_requests.columns, case), wrong_of
+    yield "a prompt in chunks", hip_column_requests.chunks, hip_column_requests.wrong_prompt
+
+
+def columns(seeds: int) -> list[Row]:
+    """Whole requests beside each other, a column each, against the reference."""
+    rows = []
+    for case, one, wrong_of in shared():
+        wrong = [seed for seed in range(seeds) if wrong_of(hip_conditions(seed), seed)]
+        row = {"case": case, "object": one().kernel.code_object.sha256}
+        rows.append(row | {"compiler": "clang-19", "seeds": seeds, "wrong": wrong})
+        print("columns", case, "wrong:", wrong, flush=True)
+    return rows
 
 
 def litmus(seeds: int) -> list[Row]:
@@ -162,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arithmetic": lambda: arithmetic(args.seeds),
         "requests": lambda: requests(args.seeds),
         "hip": lambda: hip(args.seeds),
+        "columns": lambda: columns(args.seeds),
         "litmus": lambda: litmus(args.litmus),
         "accesses": walked,
     }
@@ -171,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tinygrad": version("tinygrad"),
     }
     record |= {part: run() for part, run in runs.items() if args.only in (None, part)}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    RECORD.write_text(in_lines(record, 2) + "\n")
     for failure in failures(record):
         print("WRONG", failure)
     return 1 if failures(record) else 0

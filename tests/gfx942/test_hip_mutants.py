@@ -27,7 +27,7 @@ KINDS = [
     ("of a narrower scope", "qkv_rows", "store_relaxed"),  # a word
     ("of a narrower scope", "join_attention_out", "poll_until"),  # its reader
     ("of a narrower scope", "find_place", "store_relaxed"),  # where a workgroup lies
-    ("no wait for vmcnt", "module_rows", "multiply"),  # weights
+    ("no wait for vmcnt", "head_rows", "multiply"),  # weights: a layer's come with the words that it waits for
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip
@@ -84,6 +84,24 @@ def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():
     where = "no barrier in run_head > choose > publish_best > sync_consumers"
     first = next(m for m in tried("split") if place("split", m) == where)
     assert caught("split", first, 14)
+
+
+def test_every_loss_of_what_keeps_rows_new_is_seen():
+    """A stale row is one that another block has appended beside those that this one has read."""
+    found = [m for m in tried("split") if m.what == "no buffer_inv"]
+    assert (
+        len(found) == 3
+    )  # behind a prompt's step, a token's, and one that is chosen by all blocks
+    for mutant in found:
+        assert caught("split", mutant, 24), mutant.named()
+
+
+def test_a_pair_whose_first_word_may_land_first_is_seen():
+    where = "store_system_pair > drain_stores"
+    found = [m for m in tried("split") if place("split", m).endswith(where)]
+    assert len(found) == 6 and not any(idle("split", mutant) for mutant in found)
+    for mutant in found:
+        assert "lands ahead of its second" in caught("split", mutant, 24), mutant.named()
 
 
 def test_what_is_argued_about_is_there():

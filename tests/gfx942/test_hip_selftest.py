@@ -24,7 +24,7 @@ GPU = replace(GPUS["mi300x"], num_blocks=8)
 # What is taken from the seam (include/kog/ptx.h) -> what the self-test then says.
 PLANTED = {
     ("store_scoped<kAgent>(p, v)", "*in_memory(p) = v"): "blocks read old rows of each other",
-    ("s_waitcnt vmcnt(0)\\nbuffer_inv sc1", "s_waitcnt vmcnt(0)"): "blocks read old rows",
+    ('asm volatile("buffer_inv sc1"', 'asm volatile(""'): "blocks read old rows",
     (
         "constexpr int kWordScope = kAgent",
         "constexpr int kWordScope = __HIP_MEMORY_SCOPE_WORKGROUP",

@@ -4,18 +4,19 @@ import numpy as np
 import pytest
 
 from tests.lib.gfx942.clang import code_object
-from tests.lib.gfx942.executor import PLAIN, Buffer, Kernel, Launch, Memory
+from tests.lib.gfx942.executor import PLAIN, Buffer, Fault, Kernel, Launch, Memory
 from tests.lib.gfx942.litmus import MOST_STEPS, memory_of
 
 LANES = 64
 SEEDS = range(200)
+TWO_WAVES = ("ended", "met", "raced")
 
 
 def right(name: str, seed: int, memory: Memory) -> bool:
     """Whether every lane of the reading workgroup has seen what the other wrote before."""
     words, out = np.zeros(1024, np.uint32), np.zeros(LANES, np.uint32)
     launch = Launch(
-        [words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name == "ended"), 1, 1)
+        [words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name in TWO_WAVES), 1, 1)
     )
     kernel = Kernel(code_object("undocumented.hip"), name)
     kernel.run(launch, [Buffer(words), Buffer(out)], memory, seed, steps=MOST_STEPS)
@@ -30,3 +31,13 @@ def test_what_no_document_promises_is_broken(name):
 
 def test_eight_aligned_bytes_are_not_torn():
     assert all(right("aligned", seed, memory_of(seed)) for seed in SEEDS)
+
+
+def test_waves_of_a_workgroup_find_what_was_stored_ahead_of_a_barrier():
+    assert all(right("met", seed, memory_of(seed)) for seed in SEEDS)
+
+
+def test_waves_of_a_workgroup_that_no_barrier_parts_race():
+    for memory in (PLAIN, memory_of(1)):
+        with pytest.raises(Fault, match="a race for memory between waves of a workgroup"):
+            right("raced", 1, memory)

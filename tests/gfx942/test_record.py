@@ -5,9 +5,12 @@ import json
 
 import pytest
 
-from tests.gfx942.record import PARTS, RECORD, asked, failures
+from kog_triton.json_file import in_lines
+from tests.gfx942.hip_budget import KEPT, kept
+from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
 from tests.lib.gfx942 import hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
+from tests.lib.gfx942.hip_column_requests import columns
 from tests.lib.gfx942.litmus import LITMUS
 from tests.lib.gfx942.scopes import accesses_of, counted
 from tests.lib.gfx942.triton_cases import FULL_OBJECTS, compiled
@@ -20,11 +23,18 @@ def record():
 def test_nothing_went_wrong_in_the_record():
     kept = record()
     assert failures(kept) == []
-    assert all(row["seeds"] >= 16 for row in kept["arithmetic"] + kept["requests"] + kept["hip"])
+    rows = kept["arithmetic"] + kept["requests"] + kept["hip"] + kept["columns"]
+    assert all(row["seeds"] >= 16 for row in rows)
     assert all(row["seeds"] >= 1000 for row in kept["litmus"])
     assert all(len(row["object"]) == 64 for part in PARTS[1:] for row in kept[part])
     assert [(row["case"], row["variant"]) for row in kept["accesses"]] == FULL_OBJECTS
     assert all(row["accesses"]["words: LOAD sc0 sc1"] for row in kept["accesses"])
+
+
+def test_the_records_lie_in_the_tree_as_they_are_written():
+    """A row a line."""
+    assert RECORD.read_text() == in_lines(record(), 2) + "\n"
+    assert KEPT.read_text() == in_lines(kept(), 3) + "\n"
 
 
 def stale(kept):
@@ -32,6 +42,9 @@ def stale(kept):
     today = {name: make("litmus.hip").sha256 for name, make in HERE.items()}
     hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
     wrong = {f"hip {row['case']}" for row in kept["hip"] if row["object"] != hip[row["case"]]}
+    of_two = kept["columns"][0]
+    if of_two["object"] != columns(of_two["case"]).kernel.code_object.sha256:
+        wrong.add(f"columns {of_two['case']}")
     wrong |= {
         row["case"]
         for row in kept["requests"]
@@ -58,6 +71,7 @@ def of_today(kept):
     hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
     for row in kept["hip"]:
         row["object"] = hip[row["case"]]
+    kept["columns"][0]["object"] = columns(kept["columns"][0]["case"]).kernel.code_object.sha256
     return kept
 
 
@@ -69,10 +83,10 @@ def test_the_record_is_of_todays_kernel():
 def test_a_record_of_another_kernel_is_seen():
     kept = of_today(record())
     assert stale(kept) == set()
-    for part in ("requests", "litmus", "hip"):
+    for part in ("requests", "litmus", "hip", "columns"):
         kept[part][0]["object"] = "0" * 64
-    hip = f"hip {kept['hip'][0]['case']}"
-    assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"], hip}
+    named = {f"{part} {kept[part][0]['case']}" for part in ("hip", "columns")}
+    assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"]} | named
 
 
 @pytest.mark.slow
@@ -87,6 +101,10 @@ def test_the_record_is_whole_and_of_todays_objects():
         assert row["accesses"] == counted(accesses_of(made)), (row["case"], row["variant"])
     asked_of_hip = [(case, name) for case, name, _, _ in hip_requests.asked()]
     assert [(row["case"], row["request"]) for row in record()["hip"]] == asked_of_hip
+    objects = {row["case"]: row["object"] for row in record()["columns"]}
+    assert list(objects) == [case for case, _, _ in shared()]
+    for case, one, _ in shared():
+        assert objects[case] == one().kernel.code_object.sha256, case
     objects = {row["compiler"]: row["object"] for row in record()["litmus"]}
     rows = {(row["compiler"], row["kernel"]) for row in record()["litmus"]}
     assert rows == {(compiler, name) for compiler in COMPILERS for name in LITMUS}

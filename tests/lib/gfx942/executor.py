@@ -62,12 +62,14 @@ WEAK = Memory(adversarial=True)
 class Buffer:
     """Bytes that a kernel may touch; `shared` with the host or another GPU while it runs.
 
-    An access whose scope is narrower than `least` is a fault.
+    An access whose scope is narrower than `least` is a fault; of `pairs`, words of 8 bytes of which a reader looks at
+    the first, so is a store to it that lands ahead of the second's.
     """
 
     array: Any  # of numpy or torch, contiguous
     shared: bool = False
     least: int = 0
+    pairs: bool = False
 
     @property
     def address(self) -> int:
@@ -196,10 +198,8 @@ class Kernel:
         image = np.frombuffer(self.code_object.image, np.uint8)
         held = [*buffers, *map(Buffer, kernargs), Buffer(image)]
         ranges = np.array(
-            [(b.address, b.address + b.array.nbytes, b.shared, b.least) for b in held],
-            np.dtype(
-                [("first", "u8"), ("last", "u8"), ("shared", "i4"), ("least", "i4")], align=True
-            ),
+            [(b.address, b.address + b.array.nbytes, b.shared, b.least, b.pairs) for b in held],
+            np.dtype("u8, u8, i4, i4, i4", align=True),
         )
         chances = (int(65536 * p) for p in (memory.early, memory.evict, memory.hold))
         options = _Options(seed, memory.adversarial, *chances, memory.quantum)

@@ -66,6 +66,7 @@ class HipColumns:
     ) -> list[tuple[list[int], Outcome]]:
         """Tokens and end of each request, all of which begin together: launches until the last has ended."""
         m = self.memory
+        m.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
         for one in requests:
             m.write_request(one.slot, encode(one, self.spec.vocab_size), one.prompt, 0)
         running, self.launches = [one.slot for one in requests], 0

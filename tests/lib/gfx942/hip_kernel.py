@@ -43,6 +43,7 @@ LEAST = dict.fromkeys(("mailbox", "outbox", "masks", "logprobs"), SYSTEM) | {
     "words": AGENT,
     "error": AGENT,
 }
+PAIRS = ("mailbox", "outbox")  # store_system_pair
 
 
 def layout_of(spec: ModelSpec, num_blocks: int = 0, max_context: int = 64) -> Layout:
@@ -97,7 +98,7 @@ def launch(
 ) -> Execution:
     """One launch, of the blocks that the layout has."""
     buffers = [
-        Buffer(t, LEAST.get(name) == SYSTEM, LEAST.get(name, 0))
+        Buffer(t, LEAST.get(name) == SYSTEM, LEAST.get(name, 0), name in PAIRS)
         for name, t in tensors.items()
         if t.numel()
     ]

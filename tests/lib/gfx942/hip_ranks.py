@@ -19,6 +19,7 @@ from tests.lib.gfx942.hip_kernel import (
     INCLUDES,
     KERNEL,
     LEAST,
+    PAIRS,
     UNLIMITED_NS,
     WAVE,
     HipWalk,
@@ -77,7 +78,8 @@ class HipRankWalk(HipWalk):
             if t.numel()
         }
         buffers = [
-            Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0)) for n, t in tensors.values()
+            Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0), n in PAIRS)
+            for n, t in tensors.values()
         ]
         self.last = self.kernel.run(
             launches, buffers, seed=seed, lds=self.layout.shared_bytes, **self.conditions

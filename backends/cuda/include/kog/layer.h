@@ -96,7 +96,7 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& walk) {
 KOG_DEVICE void down_proj(Block& b, Walk& walk, const Ahead<DownProj, true>& ahead) {
   b.begin_stage();
   bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
-  if (b.layer == kLayers - 1 && sends) fence_gpu();  // pairs with acquire_cache
+  if (b.layer == kLayers - 1 && sends) release_gpu();  // pairs with acquire_cache
   stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, phase_of(walk.iteration));
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, walk.gain);
@@ -113,20 +113,26 @@ KOG_DEVICE void join_mlp_out(Block& b, Walk& walk) {
   walk.iteration++;
 }
 
+using OWeights = Ahead<OProj>;
+// So many of o_proj's weights are taken behind qkv_proj's, where those alone are fewer than kLeastOnWay; and as many of
+// gate_up_proj's are left for the wait behind o_proj.
+constexpr int kQkvAhead = Ahead<QkvProj, true>::kCount;
+constexpr int kBehindQkv = kStreams && OWeights::kWhole && kQkvAhead > 0 && kQkvAhead < kLeastOnWay
+                               ? kLeast<kLeastOnWay - kQkvAhead, OWeights::kCount>
+                               : 0;
+
 // From the words of q, k and v to those of the layer's outputs.
-KOG_DEVICE void run_layer(Block& b, Walk& walk) {
+KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights) {
   b.begin_stage();
   attention(b, b.small->position, phase_of(walk.iteration));
   stamp(b, Point::kAttention);
   // While some blocks attend the rings fill up: behind all of o_proj's weights the next stage's are taken,
   // as many as there are registers for, and the others when those are free.
-  using OWeights = Ahead<OProj>;
   using GateUpWeights = Ahead<GateUpProj>;
-  constexpr int kLeft = kMostAheadOf<GateUpProj::Weights> - OWeights::kCount;
-  constexpr int kEarly = kStreams && OWeights::kWhole && kLeft > 0 ? kLeast<kLeft, GateUpWeights::kCount> : 0;
-  OWeights o_weights;
+  constexpr int kLeft = kLeast<kMostAheadOf<GateUpProj::Weights> - OWeights::kCount, GateUpWeights::kCount - kLeastOnWay>;
+  constexpr int kEarly = kStreams && OWeights::kWhole && kLeft > 0 ? kLeft : 0;
   GateUpWeights gate_up_weights;
-  o_weights.template take<0, OWeights::kCount, kStreams>(b, walk.ring, b.layer);
+  o_weights.template take<kBehindQkv, OWeights::kCount, kStreams>(b, walk.ring, b.layer);
   gate_up_weights.template take<0, kEarly, kStreams>(b, walk.ring, b.layer);
   b.begin_stage();
   stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(walk.iteration));
@@ -143,13 +149,14 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk) {
 
 // After a token's last outputs were received, before a barrier: acquires what other blocks have appended to
 // the cache (docs/SYNC.md, Fences).
-KOG_DEVICE void acquire_cache() { fence_gpu(); }
+KOG_DEVICE void acquire_cache() { acquire_gpu(); }
 
 // All layers.
 KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) {
     qkv_proj(b, walk, NothingAhead());
-    run_layer(b, walk);
+    OWeights o_weights;
+    run_layer(b, walk, o_weights);
     join_mlp_out(b, walk);
   }
 }
@@ -157,12 +164,21 @@ KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
 // pass of the loop: a register that lived from one pass to the next would be spilled.
 KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
   b.layer = 0;
-  qkv_proj(b, walk, NothingAhead());
+  OWeights o_weights;
+  if constexpr (kBehindQkv > 0) {
+    Ahead<QkvProj, true> qkv_weights;
+    qkv_weights.take(b, walk.ring, 0);
+    o_weights.template take<0, kBehindQkv, false>(b, walk.ring, 0);
+    qkv_proj(b, walk, qkv_weights);
+  } else {
+    qkv_proj(b, walk, NothingAhead());
+  }
   while (true) {
-    run_layer(b, walk);
+    run_layer(b, walk, o_weights);
     if (b.layer == kLayers - 1) break;
     Ahead<QkvProj, true> qkv_weights;
     qkv_weights.take(b, walk.ring, b.layer + 1);
+    o_weights.template take<0, kBehindQkv, false>(b, walk.ring, b.layer + 1);
     join_mlp_out(b, walk);
     b.layer++;
     qkv_proj(b, walk, qkv_weights);

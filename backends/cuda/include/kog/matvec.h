@@ -139,6 +139,7 @@ template <class Weights>
 constexpr int kMostAheadOf = Weights::kPack == 1
                                  ? kMostAhead
                                  : (kAheadWords - kUnpackingWords) / (kFragments * (kThreadWords + Weights::kGranules));
+constexpr int kLeastOnWay = 0;  // at a wait: the ring is what keeps the memory busy
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>

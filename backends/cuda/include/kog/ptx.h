@@ -133,6 +133,11 @@ KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) { return atomicCAS(
 // Stores of all warps are known to whoever has met them at a barrier.
 KOG_DEVICE void drain_stores() {}
 KOG_DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Its uses, which are not one instruction on AMD: ahead of the word that tells of what the block has stored; behind such
+// a word, ahead of plain loads, or of relaxed ones.
+KOG_DEVICE void release_gpu() { fence_gpu(); }
+KOG_DEVICE void acquire_gpu() { fence_gpu(); }
+KOG_DEVICE void acquire_words() { fence_gpu(); }
 
 // ---- the cache of keys and values: read once a token, ordered by fence_gpu (docs/SYNC.md) ----
 

@@ -15,6 +15,8 @@ namespace kog {
 // Fragments that a wave takes before its activations are there: 4 registers each.
 // Operands of several columns are registers, too.
 constexpr int kMostAhead = kColumns == 1 ? 20 : 12;
+// At a wait: 1.5 times what 4.2 TB/s bring in 2 us, of 256 blocks (docs/HIP.md, Budget).
+constexpr int kLeastOnWay = 7;
 template <class Weights>
 constexpr int kMostAheadOf = kMostAhead;
 template <int kA, int kB>

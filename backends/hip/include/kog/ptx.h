@@ -155,10 +155,14 @@ KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) {
   __hip_atomic_compare_exchange_strong(in_memory(p), &expected, v, __ATOMIC_RELAXED, __ATOMIC_RELAXED, kWordScope);
   return expected;
 }
-// Both ways. What others read is stored past the caches, so there is nothing to write back: it has to have landed.
-KOG_DEVICE void fence_gpu() {
-  asm volatile("s_waitcnt vmcnt(0)\nbuffer_inv sc1" ::: "memory");
-}
+// Ahead of the word that tells of what the block has stored. What others read is stored past the caches, so there is
+// nothing to write back; and each wave has drained its own stores ahead of a barrier.
+KOG_DEVICE void release_gpu() { asm volatile("" ::: "memory"); }
+// Behind the wait for such a word, ahead of plain loads: what they may find in the caches is old. The wait has ended, so
+// its loads have.
+KOG_DEVICE void acquire_gpu() { asm volatile("buffer_inv sc1" ::: "memory"); }
+// Ahead of relaxed loads, which find nothing old.
+KOG_DEVICE void acquire_words() { asm volatile("" ::: "memory"); }
 
 // ---- memory of nobody else, weights, and the cache of keys and values ----
 

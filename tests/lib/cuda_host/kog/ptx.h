@@ -198,7 +198,9 @@ inline void store_pair(u64* p, u64 a, u64 b) { p[0] = a, p[1] = b; }
 inline void store_system_pair(u64* p, u64 a, u64 b) { store_relaxed_pair(p, a, b); }
 inline u32 compare_and_swap(u32* p, u32 expected, u32 v) { return host::swap_if(p, expected, v); }
 inline void drain_stores() {}
-inline void fence_gpu() { host::fence(); }
+inline void release_gpu() { host::fence(); }
+inline void acquire_gpu() { host::fence(); }
+inline void acquire_words() { host::fence(); }
 inline void store_cache(u32* p, u32 v) { *p = v; }
 template <class T>
 T load_cache(const T* p, bool there) {

@@ -133,6 +133,7 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
     m->most.assign(count, {});
     m->touched.assign(count, 0);
     m->ranges.assign(ranges, ranges + num_ranges);
+    m->stored.assign(num_ranges, false);
     return m;
 }
 

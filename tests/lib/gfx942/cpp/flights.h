@@ -46,6 +46,7 @@ inline bool move_bytes(Machine& m, Wave& w, Flight& f, bool all) {
 inline void perform(Machine& m, Wave& w, Flight& f, bool all = true) {
     if (f.performed) return;
     f.performed = true;
+    bool local_store = f.kind == Flight::STORE && f.local();
     all |= (f.mask & (f.mask - 1)) == 0 && f.bytes <= 4;
     Workgroup& g = *w.group;
     switch (f.kind) {
@@ -56,6 +57,7 @@ inline void perform(Machine& m, Wave& w, Flight& f, bool all = true) {
     case Flight::LDS: perform_lds(w, f); break;
     case Flight::SCALAR_LOAD: break;  // read when issued: nothing that it may read changes
     }
+    g.local_stores -= local_store && f.performed;
 }
 
 // Bring what was found into the registers.
@@ -102,6 +104,20 @@ inline bool same_bytes(const Flight& a, const Flight& b) {
     return false;
 }
 
+// Waves of a workgroup share a compute unit, which takes their own loads and stores in the order in which they are
+// issued: LLVM's fences of a workgroup wait for none of them.
+inline void finish_older(Machine& m, Wave& w, const Flight& f) {
+    Workgroup& g = *w.group;
+    if (!f.local() || (f.kind == Flight::LOAD && g.local_stores == 0)) return;
+    for (Wave& other : g.waves) {
+        if (&other == &w) continue;
+        for (Flight& older : other.vector_queue)
+            if (!older.performed && older.local() && (older.kind == Flight::STORE || f.kind == Flight::STORE) &&
+                same_bytes(older, f))
+                perform(m, other, older);
+    }
+}
+
 inline bool may_overtake(const std::deque<Flight>& queue, size_t k) {
     for (size_t o = 0; o < k; o++) {
         const Flight& older = queue[o];
@@ -139,6 +155,8 @@ inline void launch(Machine& m, Wave& w, std::deque<Flight>& queue, size_t most, 
     for (u64& line : f.lines) line /= LINE;
     std::sort(f.lines.begin(), f.lines.end());
     f.lines.erase(std::unique(f.lines.begin(), f.lines.end()), f.lines.end());
+    finish_older(m, w, f);
+    w.group->local_stores += f.kind == Flight::STORE && f.local();
     queue.push_back(std::move(f));
     stir(m, w);
 }

@@ -1,6 +1,7 @@
 // The machine: what all workgroups share, the scheduler's random numbers, and memory as a workgroup sees it.
 #pragma once
 #include <memory>
+#include <set>
 #include "caches.h"
 
 constexpr u32 NEAR = 4;  // lines behind one that was loaded, any of which may come with it
@@ -9,6 +10,7 @@ struct Range {
     u64 first, last;
     i32 shared;  // with another GPU or the host: only system scope reaches them
     i32 least;   // the narrowest scope with which they may be touched
+    i32 pairs;   // of two words of 8 bytes: who sees a pair's first word finds the second there
 };
 
 struct Options {
@@ -45,6 +47,7 @@ struct Machine {
     std::vector<InFlight> most;  // what a wave had in flight at most when it came to each wait, in adversarial memory
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
+    std::vector<bool> stored;  // plainly, to each range
     u64 code_at = 0;  // where the kernel's first instruction would lie: behind its constants, which code finds from there
     std::vector<Workgroup> groups;
     Options options;
@@ -54,6 +57,7 @@ struct Machine {
     std::string error;
     std::vector<std::unique_ptr<Cache>> l1, scalar, l2, gpu;
     size_t last_range = 0;
+    std::set<u64> seconds;  // of pairs whose first word has not landed since
 
     explicit Machine(const Options& o) : options(o), random(o.seed) {}
 
@@ -80,6 +84,16 @@ struct Machine {
         for (u64 k = 0; k < LINE; k++)
             if (line.written[k]) return line.number * LINE + k;
         return line.number * LINE;
+    }
+
+    // A store to words of pairs lands.
+    void pair_lands(const Range& range, u64 address, u64 bytes) {
+        for (u64 word = (address - range.first) / 8; word * 8 < address + bytes - range.first; word++) {
+            u64 pair = range.first + word / 2 * 16;
+            if (word % 2) seconds.insert(pair);
+            else if (!seconds.erase(pair))
+                throw Fault("the first word of a pair lands ahead of its second");
+        }
     }
 
     // ---- what lies below an XCD's L2 ----
@@ -175,6 +189,7 @@ struct Machine {
     }
     void write(const Workgroup& g, u64 address, const u8* from, u64 bytes, int scope) {
         bool shared = checked(address, int(bytes), scope);
+        if (const Range& range = ranges[last_range]; range.pairs) pair_lands(range, address, bytes);
         if (!options.adversarial) {
             std::memcpy(reinterpret_cast<u8*>(address), from, bytes);
             return;

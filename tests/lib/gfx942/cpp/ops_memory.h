@@ -60,6 +60,35 @@ inline Flight flight(Wave& w, const Inst& i, Flight::Kind kind, int bytes, Addre
     return f;
 }
 
+// Of memory that is stored to plainly, as check_race of LDS below.
+inline void check_memory_race(Machine& m, Wave& w, const Flight& f) {
+    if (!f.plain()) return;
+    Workgroup& g = *w.group;
+    int me = int(&w - g.waves.data());
+    bool stores = f.kind == Flight::STORE;
+    for (int l = 0; l < LANES; l++) {
+        if (!(f.mask >> l & 1)) continue;
+        m.range_of(f.addresses[l], f.bytes);
+        if (stores) m.stored[m.last_range] = true;
+        if (!m.stored[m.last_range]) continue;
+        for (int k = 0; k < f.bytes; k++) {
+            MemoryUse& use = g.memory_use[f.addresses[l] + k];
+            u8 value = f.bytes_of[l * f.bytes + k];
+            bool others = use.written == g.barriers && use.writer != me;
+            if (stores && others && use.value == value) {
+                use.agreed |= u64(1) << me;
+                continue;
+            }
+            others &= stores || !(use.agreed >> me & 1);
+            bool read = use.read == g.barriers && use.reader != me;
+            if (others || (stores && read))
+                throw Fault("a race for memory between waves of a workgroup: no barrier between them");
+            if (stores) use.written = g.barriers, use.writer = me, use.agreed = 0, use.value = value;
+            else use.reader = read ? -2 : me, use.read = g.barriers;
+        }
+    }
+}
+
 inline void load_op(Machine& m, Wave& w, const Inst& i, int bytes, Extend extend, Addresses addresses) {
     Flight f = flight(w, i, Flight::LOAD, bytes, addresses);
     u64 exec = w.exec();
@@ -67,6 +96,7 @@ inline void load_op(Machine& m, Wave& w, const Inst& i, int bytes, Extend extend
     const Row& old = w.row[i.dst - ROW];
     f.words.insert(f.words.end(), old.lane, old.lane + LANES);
     poison(w, i.dst, std::max(1, bytes / 4), exec);
+    check_memory_race(m, w, f);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 
@@ -77,6 +107,7 @@ inline void store_op(Machine& m, Wave& w, const Inst& i, int bytes, int shift, A
             u32 word = w.row[i.data - ROW + k].lane[l] >> shift;
             std::memcpy(&f.bytes_of[l * bytes + 4 * k], &word, std::min(4, bytes));
         }
+    check_memory_race(m, w, f);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 

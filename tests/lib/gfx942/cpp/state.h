@@ -5,6 +5,7 @@
 #include <deque>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 using u8 = uint8_t;
@@ -57,6 +58,10 @@ struct Flight {
     std::vector<u64> lines;
     std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found
     std::vector<u32> words;      // what LDS or a scalar load is about: operands, then the result
+
+    // For this compute unit alone; and not even atomically so.
+    bool local() const { return (kind == LOAD || kind == STORE) && scope < AGENT_SCOPE; }
+    bool plain() const { return local() && scope == WAVE_SCOPE; }
 };
 
 struct Wave {
@@ -84,12 +89,22 @@ struct LdsUse {
     bool added = false;            // all that was written between these barriers, by atomics
 };
 
+// The same of a byte of memory that plain stores reach.
+struct MemoryUse {
+    u32 written = 0, read = 0;
+    int writer = -1, reader = -1;
+    u64 agreed = 0;
+    u8 value = 0;
+};
+
 struct Workgroup {
     int index = 0, gpu = 0, xcd = 0;  // xcd: which L2 it has, unique over all GPUs
     u32 barriers = 1;  // + 1
     std::vector<Wave> waves;
     std::vector<u8> lds;
     std::vector<LdsUse> lds_use;
+    std::unordered_map<u64, MemoryUse> memory_use;
+    int local_stores = 0;  // in flight
 };
 
 struct Machine;

@@ -1,4 +1,4 @@
-// Each kernel but `aligned` relies on what no document of gfx942 promises: an order within one instruction, one line, one
+// Each kernel but `aligned` and `met` relies on what no document of gfx942 promises: an order within one instruction, one line, one
 // counter; that what nobody loaded is in no cache; that a wave ends only once its stores have. Two workgroups, of which
 // the first writes and the second reads; `out` has a word a lane.
 typedef unsigned u32;
@@ -101,4 +101,22 @@ KERNEL counters(u32* words, u32* out) {
                  : "v"((__attribute__((address_space(3))) u32*)(kept + T)), "s"(words)
                  : "memory");
     if (B == 1) out[T] = x;
+}
+
+// What the second wave of a workgroup stores is for the first, behind a barrier: a compute unit keeps their order.
+KERNEL met(u32* words, u32* out) {
+    if (T >= 64) words[512 + 64 * B + T % 64] = 5;
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+    u32 x = words[512 + 64 * B + T % 64];
+    if (B == 1 && T < 64) out[T] = x;
+}
+
+// As `met`, without the barrier.
+KERNEL raced(u32* words, u32* out) {
+    if (T >= 64) words[512 + 64 * B + T % 64] = 5;
+    asm volatile("" ::: "memory");
+    u32 x = words[512 + 64 * B + T % 64];
+    if (B == 1 && T < 64) out[T] = x;
 }

@@ -23,7 +23,7 @@ KOG_DEVICE void finish_split(Block& b) {
   Span span = take_kv_task(b);
   u32 epoch = epoch_of(iteration_of(b));
   if (b.warp == 0) {
-    fence_gpu();  // pairs with the one in await_splits
+    release_gpu();  // pairs with acquire_words in await_splits
     raise_flag(b, b.p.words + split_flag(b, b.column, span.head, span.split), epoch);
   }
   rejoin();
@@ -36,7 +36,7 @@ KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
     at[i] = split < span.used ? split_flag(b, b.column, span.head, split) : -1;
   }
   await<false>(b, Step::kAttentionJoin, at, epoch);
-  fence_gpu();  // pairs with the one in finish_split
+  acquire_words();  // pairs with release_gpu in finish_split
   sync_warp();
 }
 

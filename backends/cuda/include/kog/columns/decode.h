@@ -19,7 +19,7 @@ KOG_DEVICE void run_step(Block& b) {
   if (any_head(b, steps_of(b))) return run_head(b);
   // What the next step overwrites has been read by those who wait here.
   await_streams(b, Step::kMlpOut, layer_streams(b), iteration_of(b) - 1);
-  fence_gpu();  // acquires this step's rows of the cache: docs/SYNC.md, Fences
+  acquire_gpu();  // acquires this step's rows of the cache: docs/SYNC.md, Fences
 }
 
 // After a step: a warp a column says what its token means and what comes next.

@@ -104,7 +104,7 @@ struct Sink {
   }
   KOG_DEVICE void put_stream(const Item& item, float stream) const {
     bool last = Module::kEndsLayer && load_state(b, &WarpState::layer) == kLayers - 1;
-    if (last) fence_gpu();  // pairs with the one behind the last layer
+    if (last) release_gpu();  // pairs with the one behind the last layer
     u32 word = pack_f32(stream, phase_of(iteration_of(b)));
     u32* to = lane_words<typename Module::Words>(b) + item.column * kHiddenStride + item.row;
     if (item.there) store_relaxed(to, word);

@@ -37,7 +37,7 @@ KOG_DEVICE void stage_head(Block& b, Hold hold) {
   int last = iteration_of(b) - 1;
   stage_streams<LmHead, kStaged, kOwn && !kMixes>(b, Step::kMlpOut, From::streams(b), 2 * kLayers, last, [] {},
                                                   hold);
-  fence_gpu();
+  acquire_gpu();
   if constexpr (kMixes) {
     int mixes = static_cast<int>(count_up(b, &WarpState::mixes)) - 1;
     publish_parts(b, phase_of(mixes));
