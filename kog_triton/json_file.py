@@ -1,4 +1,4 @@
-"""A JSON file of a checkpoint as an object, or a ModelError of one line that names the file."""
+"""A JSON file of a checkpoint as an object, or a ModelError of one line that names the file; and records as text."""
 
 import json
 from pathlib import Path
@@ -24,3 +24,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object, found {shown(value)}")
     return value
+
+
+def in_lines(value: Any, levels: int, depth: int = 0) -> str:
+    """JSON whose objects and lists have an item a line, down to so many levels; what is deeper has no spaces."""
+    if depth == levels or not value or not isinstance(value, dict | list):
+        return json.dumps(value, separators=(",", ":"))
+    inner = [
+        in_lines(one, levels, depth + 1)
+        for one in (value.values() if isinstance(value, dict) else value)
+    ]
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(name)}: {text}" for name, text in zip(value, inner, strict=True)]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    lines = ",\n".join(" " * (depth + 1) + one for one in inner)
+    return f"{first}\n{lines}\n{' ' * depth}{last}"

@@ -1,5 +1,5 @@
 """Compilers beside this process: each compiles one kernel in a process of its own (compile_child.py), as many at a time
-as there are cores, in the order in which they were asked for. None of them outlives this process."""
+as the machine has cores for, in the order in which they were asked for. None of them outlives this process."""
 
 import json
 import os
@@ -51,9 +51,29 @@ class Background:
             )  # or the last one's, and all that it holds, would wait here for the next
 
 
-# With cores enough for a first start's early kernels (early.py) one is left to Python, which loads meanwhile.
-CORES = len(os.sched_getaffinity(0))
-PROCESSES = Background(CORES if CORES < 6 else CORES - 1)
+LEAST_CORES = 6  # of a first start with early kernels (early.py): Python's, those two, the same whole, and a longer one
+
+
+def compilers_at_once(cpus: Sequence[int]) -> int:
+    """How many compile at a time on these, by their numbers: all but one, which is left to Python, that loads
+    meanwhile; where two are hyperthreads of a core, five for four cores. Fifteen on sixteen hyperthreads took 1.6
+    times as long each as one alone, and the first token waits for the longest (benchmarks/cuda-log.md#early)."""
+    if len(cpus) < LEAST_CORES:
+        return len(cpus)
+    cores = len({_siblings(cpu) for cpu in cpus})
+    return min(len(cpus), 5 * cores // 4 + 1) - 1
+
+
+def _siblings(cpu: int) -> str:
+    """The hyperthreads of a CPU's core; itself where the system does not say."""
+    try:
+        place = f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        return Path(place).read_text()
+    except OSError:
+        return str(cpu)
+
+
+PROCESSES = Background(compilers_at_once(sorted(os.sched_getaffinity(0))))
 
 
 def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kog_triton.backends.compile_log import waited_for
+from kog_triton.backends.cuda.compilers import LEAST_CORES
 from kog_triton.backends.cuda.jit import is_kept
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from kog_triton.backends.cuda.compilers import Background
     from kog_triton.backends.cuda.rank_kernel import RankKernel
-
-LEAST_CORES = 6  # Python's, two kernels early, the same two whole, and one of several columns
 
 
 def tokens_only(source: str, layout: Layout) -> Layout | None:

@@ -43,18 +43,14 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
 def _in_order(
     kernels: list[tuple[str, Layout]], prompts: list[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    """Headers and sources to begin. An opening waits for early kernels and prompts' alone: with cores enough the
-    others, which take longest, begin beside both; else behind them. Where there are no early ones, as many kernels as
-    leave Python a core, which imports meanwhile."""
-    beside = max(1, len(os.sched_getaffinity(0)) - 1)
+    """Headers and sources to begin. An opening waits for early kernels and prompts' alone, which come first. Where
+    there are no early ones, as many kernels as leave Python a core, which imports meanwhile."""
     early, others = (
         [(render(layout), source) for source, layout in kernels if layout.tokens_only is only]
         for only in (True, False)
     )
     if not early:
-        return others[:beside]
-    if 2 * len(others) <= beside:
-        return [*early, *others, *prompts]
+        return others[: max(1, len(os.sched_getaffinity(0)) - 1)]
     return [*early, *prompts, *others]
 
 
@@ -64,7 +60,7 @@ def _prompts(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str,
 
 
 def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, Layout]]:
-    """Sources with their layouts, of what a first token waits for first."""
+    """Sources with their layouts: of what a first token waits for, and of several tokens the longest first."""
     max_context = options.max_context or lowering.schedule.spec.max_context
     layout = lay_out(lowering, max_context)
     sources = ["decode.cu"]
@@ -77,4 +73,5 @@ def _kernels(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str,
         chunks = layout_of_chunks(lowering, max_context, POSITIONS)
         kernels += [("columns.cu", chunks)] if chunks else []
     columns = layouts_of_slots(lowering, max_context, COUNTS, options.num_slots)
-    return kernels + [("columns.cu", layout) for layout in columns.values()]
+    widest_first = sorted(columns.values(), key=lambda layout: -layout.columns)
+    return kernels + [("columns.cu", layout) for layout in widest_first]

@@ -12,6 +12,7 @@ struct Push {
   i64 count;  // of 16 bytes
   uint4* to[kMostRanks];     // this GPU's place in the memory of each
   u64* arrived[kMostRanks];  // likewise its words: [kBlocks]
+  const u64* gave_up;        // this GPU's, see Await
   const u32* pass;           // its number
   int index, ranks;          // of the exchange in the pass
 };
@@ -28,7 +29,9 @@ static_assert(sizeof(Push) == kPushBytes && sizeof(Await) == kAwaitBytes);
 
 KOG_DEVICE u64 number_of(const u32* pass, int index) { return static_cast<u64>(*pass) << 16 | static_cast<u64>(index); }
 
+// Nothing of a pass is stored where the end of the one before was waited for in vain: a GPU may still read that one.
 KOG_DEVICE void push(const Push& p) {
+  if (p.count != 0 && load_acquire_system(p.gave_up) + 1 == number_of(p.pass, 0)) return;
   int thread = thread_index(), block = block_index();
   for (i64 i = static_cast<i64>(block) * kThreads + thread; i < p.count; i += kBlocks * kThreads) {
     uint4 v = p.from[i];
@@ -38,9 +41,9 @@ KOG_DEVICE void push(const Push& p) {
   if (thread < p.ranks) store_release_system(p.arrived[thread] + block, number_of(p.pass, p.index));
 }
 
-// Once a wait of a pass was in vain no other one of that pass is begun.
+// Once a wait of a pass was in vain no other one of that pass is begun; behind an end in vain, but that for the end.
 KOG_DEVICE bool came(const Await& p, int word) {
-  u64 number = number_of(p.pass, p.index), first = number_of(p.pass, 0);
+  u64 number = number_of(p.pass, p.index), first = number_of(p.pass, 0) - (p.rows != 0 ? 1 : 0);
   i64 since = 0;
   while (load_acquire_system(p.arrived + word) < number) {
     i64 now = static_cast<i64>(nanoseconds());

@@ -54,7 +54,11 @@ class RankEnd(Outputs):
         self._own, self.index = memory[rank], 0
         self._places = places_of(schedule)
         ranks = len(memory)
-        self._push = PushCall(pass_number=self._own.number.data_ptr(), ranks=ranks)
+        self._push = PushCall(
+            gave_up=self._own.gave_up.data_ptr(),
+            pass_number=self._own.number.data_ptr(),
+            ranks=ranks,
+        )
         self._await = AwaitCall(
             arrived=self._own.arrived.data_ptr(),
             gave_up=self._own.gave_up.data_ptr(),
@@ -173,15 +177,19 @@ class PushedExchange:
 
     def gave_up(self) -> str:
         """What a pass has waited for in vain that was not told before; waits for GPUs. "" if all came."""
-        for rank, memory in enumerate(self._memory):
-            number, word = memory.gave_up.tolist()
-            if number >> 16 > self._told >> 16:
-                self._told = number
-                return (
-                    f"a wait of a prompt's pass expired: rank {rank}, exchange {number & 0xFFFF}: nothing from rank "
-                    f"{word // BLOCKS}"
-                )
-        return ""
+        each = [(memory.gave_up.tolist(), rank) for rank, memory in enumerate(self._memory)]
+        new = [
+            (number, rank, word) for (number, word), rank in each if number >> 16 > self._told >> 16
+        ]
+        if not new:
+            return ""
+        self._told = max(new)[0]
+        number, rank, word = min(new)  # of what others gave up for
+        where = "its end" if number & LAST == LAST else f"exchange {number & LAST}"
+        return (
+            f"a wait of a prompt's pass expired: rank {rank}, {where}: nothing from rank "
+            f"{word // BLOCKS}"
+        )
 
     @property
     def nbytes(self) -> int:

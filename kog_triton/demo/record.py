@@ -10,12 +10,12 @@ versions of torch and Python.
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kog_triton.errors import RunError
+from kog_triton.json_file import in_lines
 
 
 def read(path: Path) -> Any:
@@ -64,9 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     joined = record(arguments.manifest, arguments.environment, arguments.demo, arguments.twin)
-    # A point of a loss curve goes on one line.
-    text = re.sub(r"\[\s+(\d+),\s+([\d.]+)\s+\]", r"[\1, \2]", json.dumps(joined, indent=1))
-    arguments.out.write_text(text + "\n")
+    arguments.out.write_text(in_lines(joined, 2) + "\n")
 
 
 if __name__ == "__main__":

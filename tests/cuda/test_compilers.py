@@ -203,6 +203,25 @@ def test_an_error_in_the_background_goes_to_who_asks():
     assert beside.submit(int, "7").result(WAIT_S) == 7
 
 
-def test_all_cores_of_this_process_compile():
-    cores = len(os.sched_getaffinity(0))
-    assert compilers.PROCESSES._most == (cores if cores < 6 else cores - 1)
+@pytest.mark.parametrize(
+    ("cpus", "threads", "most"),
+    [(1, 1, 1), (5, 1, 5), (6, 1, 5), (16, 1, 15), (64, 1, 63), (6, 2, 3), (16, 2, 10), (64, 2, 40), (4, 2, 4)],
+)  # fmt: skip
+def test_a_core_is_left_to_python_and_hyperthreads_are_not_all_taken(
+    cpus, threads, most, tmp_path, monkeypatch
+):
+    """Siblings as Linux lists them: CPU 0 and 8 of 16 are of a core."""
+    each = cpus // threads
+    told = {f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % each},{cpu % each + each}\n"
+            for cpu in range(cpus)}  # fmt: skip
+    monkeypatch.setattr(Path, "read_text", lambda path: told[str(path)])
+    assert compilers.compilers_at_once(range(cpus)) == most
+
+
+def test_cpus_of_a_system_that_does_not_tell_are_cores(monkeypatch):
+    def refused(path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert compilers.compilers_at_once(range(16)) == 15
+    assert compilers.PROCESSES._most >= 1

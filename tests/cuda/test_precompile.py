@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,13 +105,15 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, monkeypatch, name, as
         of_prompts.clear()
         begun.clear()
     precompile.precompile(name, **asked)
-    assert [source for _, source in begun[:4]] == ["decode.cu", "head_steps.cu"] * 2
-    assert ["kTokensOnly = true" in text for text, _ in begun[:4]] == [True, True, False, False]
+    of_one = [
+        ("kTokensOnly = true" in text, source) for text, source in begun if source in ONE_TOKEN
+    ]
+    assert of_one == [(early, source) for early in (True, False) for source in ONE_TOKEN]
     assert set(begun) == both
 
 
 ASKED = ["decode.cu", "head_steps.cu", *["columns.cu"] * 4]
-PROMPTS = ("prompt.cu", "short_pass.cu")
+ONE_TOKEN, PROMPTS = ("decode.cu", "head_steps.cu"), ("prompt.cu", "short_pass.cu")
 
 
 @pytest.mark.parametrize(("cores", "kernels"), [(1, 1), (2, 1), (3, 2), (5, 4)])
@@ -120,19 +123,21 @@ def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, ke
     assert [source for _, source in begun] == ASKED[:kernels]
 
 
-@pytest.mark.parametrize(
-    ("cores", "longest_first"), [(6, False), (12, False), (13, True), (99, True)]
-)
-def test_with_cores_enough_what_takes_longest_begins_beside_what_is_waited_for(
-    begun, monkeypatch, cores, longest_first
-):
+@pytest.mark.parametrize("cores", [6, 16, 99])
+def test_with_cores_enough_what_an_opening_waits_for_comes_first(begun, monkeypatch, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
     sources = [source for _, source in begun]
     assert sources[:2] == ["decode.cu", "head_steps.cu"]  # the early ones
     prompts = [source for source in sources if source in PROMPTS]
     assert prompts  # short ones too, of a model that has passes
-    assert sources[2:] == (ASKED + prompts if longest_first else prompts + ASKED)
+    assert sources[2:] == prompts + ASKED
+    columns = [
+        int(re.search(r"kColumns = (\d+)", text).group(1))
+        for text, source in begun
+        if source == "columns.cu"
+    ]
+    assert columns[1:] == [8, 4, 2]  # the first is a prompt's chunks
 
 
 def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
@@ -141,7 +146,7 @@ def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     lowering = cuda.lower(cuda.build(spec), find_gpu("h200"))
     layout = cuda.lay_out(lowering, 64)
     assert begun[0] == (render(replace(layout, tokens_only=True)), "decode.cu")
-    assert begun[2] == (render(layout), "decode.cu")
+    assert begun.index((render(layout), "decode.cu")) > 1
 
 
 @pytest.mark.parametrize(

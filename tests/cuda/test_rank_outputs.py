@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kog_triton.backends.cuda.backend import WAIT_NS
-from kog_triton.backends.cuda.layout.rank_outputs import render_rank_outputs
+from kog_triton.backends.cuda.layout.rank_outputs import BLOCKS, render_rank_outputs
 from kog_triton.backends.cuda.rank_outputs import LAST, outputs_bytes
 from kog_triton.backends.prefill.ranks import bucket_bytes
 from kog_triton.schedule.schedule import build
@@ -92,6 +92,41 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_pass_runs():
     assert equal(left(ours, name, ranks, tokens_of(5)), want)
     assert ours.gave_up() == (  # behind a pass to which all came
         "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1"
+    )
+    assert ours.gave_up() == ""
+
+
+def test_behind_an_end_in_vain_nothing_is_stored_until_all_have_ended():
+    """A rank that is late may still read the pass before: what comes next is void, and told."""
+    name, ranks = CASES[0]
+    exchange = exchange_of(name, ranks)
+    ours, (one, other) = opened(name, ranks, exchange), exchange.ends
+    want, nowhere = left(ours, name, ranks, tokens_of(5)), torch.zeros(BLOCKS, dtype=torch.int64)
+    push, every = one._pushes, exchange._memory[1].every
+    late, kept = other._pushes, []
+
+    def leaves_late(stream):
+        right = other._push.arrived[0]
+        if other._push.index == LAST:
+            other._push.arrived[0] = nowhere.data_ptr()
+        late(stream)
+        other._push.arrived[0] = right
+
+    def watched(stream):
+        before = every.clone()
+        push(stream)
+        kept.append(torch.equal(every, before))
+
+    other._pushes = leaves_late
+    assert equal(left(ours, name, ranks, tokens_of(5)), want)
+    one._pushes = watched
+    for ends in (False, True):
+        other._pushes = late if ends else leaves_late
+        _, streams = left(ours, name, ranks, tokens_of(6))
+        assert all(kept) and all(s.isnan().any() for s in streams)
+    assert equal(left(ours, name, ranks, tokens_of(5)), want) and not all(kept)
+    assert ours.gave_up() == (
+        "a wait of a prompt's pass expired: rank 0, its end: nothing from rank 1"
     )
     assert ours.gave_up() == ""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kog_triton.json_file import in_lines
 from tests.gfx942.budget import BANDWIDTH, CLOCK, CYCLES
 
 KEPT = Path(__file__).parent / "hip_budget.json"
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(lines(name, rows[name])), flush=True)
         if args.keep:
             old = kept() if KEPT.exists() else {}
-            KEPT.write_text(json.dumps(old | rows, indent=1) + "\n")
+            KEPT.write_text(in_lines(old | rows, 3) + "\n")
     return int(any(any(exceeded(row)) for row in rows.values()))
 
 

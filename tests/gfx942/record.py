@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kog_triton.json_file import in_lines
 from tests.gfx942 import budget
 from tests.lib.gfx942 import differential, hip_column_requests, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
@@ -198,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tinygrad": version("tinygrad"),
     }
     record |= {part: run() for part, run in runs.items() if args.only in (None, part)}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    RECORD.write_text(in_lines(record, 2) + "\n")
     for failure in failures(record):
         print("WRONG", failure)
     return 1 if failures(record) else 0

@@ -27,7 +27,7 @@ KINDS = [
     ("of a narrower scope", "qkv_rows", "store_relaxed"),  # a word
     ("of a narrower scope", "join_attention_out", "poll_until"),  # its reader
     ("of a narrower scope", "find_place", "store_relaxed"),  # where a workgroup lies
-    ("no wait for vmcnt", "module_rows", "multiply"),  # weights
+    ("no wait for vmcnt", "head_rows", "multiply"),  # weights: a layer's come with the words that it waits for
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip

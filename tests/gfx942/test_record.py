@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from kog_triton.json_file import in_lines
+from tests.gfx942.hip_budget import KEPT, kept
 from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
 from tests.lib.gfx942 import hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
@@ -27,6 +29,12 @@ def test_nothing_went_wrong_in_the_record():
     assert all(len(row["object"]) == 64 for part in PARTS[1:] for row in kept[part])
     assert [(row["case"], row["variant"]) for row in kept["accesses"]] == FULL_OBJECTS
     assert all(row["accesses"]["words: LOAD sc0 sc1"] for row in kept["accesses"])
+
+
+def test_the_records_lie_in_the_tree_as_they_are_written():
+    """A row a line."""
+    assert RECORD.read_text() == in_lines(record(), 2) + "\n"
+    assert KEPT.read_text() == in_lines(kept(), 3) + "\n"
 
 
 def stale(kept):

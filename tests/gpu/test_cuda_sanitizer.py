@@ -35,7 +35,8 @@ WATCHED = [*((tool, case) for tool in TOOLS if tool != "initcheck" for case in C
            *(("initcheck", case) for case in ("one-token", "columns", "chunks", "unpack"))]  # fmt: skip
 PLANTED = [*((tool, "one-token", tool) for tool in TOOLS), ("memcheck", "lanes", "memcheck"),
            *((tool, "unpack", f"unpack {tool}") for tool in ("memcheck", "initcheck")),
-           ("racecheck", "columns", "racecheck"), ("racecheck", "one-token", "early release")]  # fmt: skip
+           ("racecheck", "columns", "racecheck"),
+           *(("racecheck", case, "early release") for case in ("one-token", "columns"))]  # fmt: skip
 
 
 def find_sanitizer() -> str:

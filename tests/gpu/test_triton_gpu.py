@@ -152,7 +152,7 @@ def served(backend: TritonBackend, *requests: Request) -> list[list[Step]]:
 @pytest.fixture(scope="module")
 def small() -> TritonBackend:
     spec = TINY["llama"]
-    options = BackendOptions(max_context=64, num_slots=3, prefill="kernel")
+    options = BackendOptions(max_context=CONTEXT, num_slots=3, prefill="kernel")
     return TritonBackend(ArrayWeights(spec), options)
 
 
@@ -165,13 +165,14 @@ class Impatient(Mailbox):
 
 
 def test_requests_are_the_same_alone_together_and_interrupted(small):
-    """Also where the kernel of all rules serves a request that the plain one serves alone."""
+    """Also where the kernel of all rules serves a request that the plain one serves alone. The requests are so long
+    that a busy host hears of a token before the last one is there."""
     plain = SamplingParams(temperature=1.1, seed=3)
     edited = SamplingParams(temperature=1.1, seed=4, frequency_penalty=1.0, top_k=20)
     requests = [
-        Request(0, (3, 7, 12), plain, 3, 40),
-        Request(1, (9,), edited, 4, 30),
-        Request(2, (8, 8, 8, 8, 8), plain, 3, 20),
+        Request(0, (3, 7, 12), plain, 3, 400),
+        Request(1, (9,), edited, 4, 300),
+        Request(2, (8, 8, 8, 8, 8), plain, 3, 200),
     ]
     alone = [[s.token for s in served(small, request)[0]] for request in requests]
     together = [[s.token for s in steps] for steps in served(small, *requests)]

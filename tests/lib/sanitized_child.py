@@ -234,6 +234,7 @@ def main(case: str, fault: str, folder: str) -> None:
         toolchain.INCLUDE = plant(Path(folder), *edits)
     watchdog.SILENCE_S *= PATIENCE
     CASES[case](fault)
+    torch.cuda.synchronize()  # racecheck tells of races once the host waits so; the end of the process loses them
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.bench import machine
+from kog_triton.json_file import in_lines
 from kog_triton.metrics import percentile
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.raw_stream import raw_stream, request_head
@@ -299,7 +300,7 @@ def main():
     print(json.dumps(record, indent=2))
     print(*asked(record["figures"]), sep="\n")
     if args.keep:
-        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        RECORD.write_text(in_lines(record, 2) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.bench import machine
+from kog_triton.json_file import in_lines
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, content, read_events, served
 from tests.server.asked import Asked, by_name
@@ -250,7 +251,7 @@ def main() -> None:
     print(json.dumps(record, indent=2))
     print(*asked(found), sep="\n")
     if args.keep:
-        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        RECORD.write_text(in_lines(record, 2) + "\n")
 
 
 if __name__ == "__main__":

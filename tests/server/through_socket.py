@@ -45,6 +45,7 @@ from kog_triton.backends.choose import choose
 from kog_triton.bench import machine
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import KogError
+from kog_triton.json_file import in_lines
 from kog_triton.model.families import read_spec, sources
 from kog_triton.model.shapes import SHAPES
 from tests import ROOT
@@ -370,7 +371,7 @@ def main() -> None:
         for name, found in measure(task):
             record[name] = found
             if args.keep:
-                RECORD.write_text(json.dumps(record, indent=2) + "\n")
+                RECORD.write_text(in_lines(record, 2) + "\n")
     print(json.dumps(record, indent=2))
     say("done")
 

@@ -14,7 +14,7 @@ class PushCall(ctypes.Structure):
         ("source", P),
         ("count", I64),
         *((n, P * MOST_RANKS) for n in ("to", "arrived")),
-        ("pass_number", P),
+        *((n, P) for n in ("gave_up", "pass_number")),
         *((n, INT) for n in ("index", "ranks")),
     )
 
