@@ -16,7 +16,15 @@ from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
 from tests.lib.gfx942.executor import WEAK, Memory
 from tests.lib.gfx942.gates import Gates, gates_of
-from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, UNLIMITED_NS, compiled, layout_of
+from tests.lib.gfx942.hip_kernel import (
+    INCLUDES,
+    KERNEL,
+    UNLIMITED_NS,
+    HipWalk,
+    compiled,
+    layout_of,
+)
+from tests.lib.gfx942.hip_mutants import WIDE
 from tests.lib.gfx942.hip_requests import (
     FINISHED,
     MOST_STEPS,
@@ -146,13 +154,13 @@ def test_the_best_of_more_blocks_than_registers_hold(tmp_path):
         one.memory.logprobs.zero_()
         return one.generate([3, 42, 12], 4, params), one.memory.logprobs.numpy().copy()
 
-    (tokens, right), other = (
-        told(split_walk(), CONDITIONS["plain"]),
-        split_walk((tmp_path, *INCLUDES)),
-    )
+    both = [
+        HipWalk(WIDE, ArrayWeights(WIDE), 8, includes=i) for i in (INCLUDES, (tmp_path, *INCLUDES))
+    ]
+    tokens, right = told(both[0], CONDITIONS["plain"])
     assert np.count_nonzero(right) >= 4 * MOST_LOGPROBS
     for conditions in CONDITIONS.values():
-        made, records = told(other, conditions)
+        made, records = told(both[1], conditions)
         assert made == tokens
         assert np.array_equal(records, right)
 
