@@ -11,12 +11,23 @@ import pytest
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.backends.request_words import MOST_LOGPROBS
 from kog_triton.model.spec import DType
+from kog_triton.sampling import SamplingParams
 from tests.lib.gfx942.executor import WEAK, Memory
 from tests.lib.gfx942.gates import Gates, gates_of
-from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, UNLIMITED_NS, compiled, layout_of
+from tests.lib.gfx942.hip_kernel import (
+    INCLUDES,
+    KERNEL,
+    UNLIMITED_NS,
+    HipWalk,
+    compiled,
+    layout_of,
+)
+from tests.lib.gfx942.hip_mutants import WIDE
 from tests.lib.gfx942.hip_requests import (
     FINISHED,
+    MOST_STEPS,
     RUNS,
     STOPPED,
     generate,
@@ -86,6 +97,9 @@ def test_logits_of_every_position(case):
 
 # ---- seen red ----
 
+LISTS = "kLists = (kAllBlocks + 32 * kWarps - 1) / (32 * kWarps);"
+LISTS_OF_TWO = "kLists = kAllBlocks / 2;"
+
 PLANTED = {
     # What threads of a wave publish is put off until others of it have seen it: they never do.
     "threads go apart": (
@@ -120,6 +134,35 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
     one = split_walk(planted(fault, tmp_path))
     hard = CONDITIONS["adversarial"] | {"memory": Memory(adversarial=True, evict=0)}
     assert any(wrong(one, "long prompt", split_tokens(), hard, seed) for seed in range(32))
+
+
+def test_the_best_of_more_blocks_than_registers_hold(tmp_path):
+    """As many GPUs have: a thread asks for a block's next best once it has taken one, of four blocks by two threads."""
+    edits = (
+        ("ptx.h", "kMostHeldRanks = 16;", "kMostHeldRanks = 0;"),
+        ("logprob.h", LISTS, LISTS_OF_TWO),
+    )
+    (tmp_path / "kog").mkdir()
+    for file, old, new in edits:
+        text = next(path.read_text() for one in INCLUDES if (path := one / "kog" / file).exists())
+        assert text.count(old) == 1
+        (tmp_path / "kog" / file).write_text(text.replace(old, new))
+    params = SamplingParams(temperature=0.8, seed=3, logprobs=MOST_LOGPROBS)
+
+    def told(one, conditions):
+        one.conditions = {"steps": MOST_STEPS} | conditions
+        one.memory.logprobs.zero_()
+        return one.generate([3, 42, 12], 4, params), one.memory.logprobs.numpy().copy()
+
+    both = [
+        HipWalk(WIDE, ArrayWeights(WIDE), 8, includes=i) for i in (INCLUDES, (tmp_path, *INCLUDES))
+    ]
+    tokens, right = told(both[0], CONDITIONS["plain"])
+    assert np.count_nonzero(right) >= 4 * MOST_LOGPROBS
+    for conditions in CONDITIONS.values():
+        made, records = told(both[1], conditions)
+        assert made == tokens
+        assert np.array_equal(records, right)
 
 
 # ---- gates ----

@@ -5,15 +5,22 @@ import functools
 import pytest
 import torch
 
+from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.names import STEPS
+from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.request_words import encode_logits
 from kog_triton.model.spec import Head, Reduce
+from kog_triton.schedule.hip import lower_hip
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
 from tests.lib.gfx942.executor import WEAK, Memory
-from tests.lib.gfx942.hip_kernel import INCLUDES
+from tests.lib.gfx942.gates import gates_of
+from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, compiled
 from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.hip_requests import FINISHED, generate, wrong
 from tests.lib.gfx942.requests import ASKED, reference_tokens
 from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.real_shapes import real_shape
 from tests.lib.triton_cases import lanes, plain
 
 CONDITIONS = {
@@ -94,3 +101,16 @@ def test_waits_for_a_rank_that_never_comes_expire(monkeypatch, conditions, absen
             1,
         ) and reported
         assert other == [0] * 8 + [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("llama-3.2-1b", 2), ("llama-3.2-1b", 8), ("llama-3.1-8b", 8), ("laneformer-2b", 2), ("laneformer-2b", 8)],
+)  # fmt: skip
+def test_objects_of_full_size_spill_nothing(name, ranks):
+    lowering = lower_hip(build(real_shape(name), ranks), GPUS["mi300x"])
+    layout = lay_out_hip(lowering, 4096)
+    one = gates_of(compiled(render(layout)), KERNEL, layout.shared_bytes, layout.threads // 64)
+    assert (one.spilled, one.scratch) == (0, 0)
+    assert one.vgprs <= 256 and one.groups_per_cu >= 1

@@ -8,11 +8,11 @@ exports.
 """
 
 import ast
-import json
 import sys
 import zipfile
 from pathlib import Path
 
+from kog_triton.json_file import in_lines
 from tests import ROOT
 
 MIXINS = {  # where LLM has methods from
@@ -91,7 +91,7 @@ def main(wheel):
     with zipfile.ZipFile(wheel) as files:
         names = names_of(lambda path: files.read(f"vllm/{path}").decode())
     table = {"vllm": Path(wheel).name.split("-")[1], "names": names}
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    TABLE.write_text(in_lines(table, 2) + "\n")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,34 @@ KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, 
   sync_consumers();
 }
 
+// What the blocks of a thread published, of which each one's best that was not taken yet is held: a round trip of words
+// for each that is, and few registers, however many ranks there are.
+struct BlocksBest {
+  static constexpr int kLists = (kAllBlocks + 32 * kWarps - 1) / (32 * kWarps);
+  u64 number, held[kLists];
+  int heads, at[kLists];
+
+  KOG_DEVICE BlocksBest(const Block&, int heads, u64 number) : number(number), heads(heads) {
+#pragma unroll
+    for (int i = 0; i < kLists; i++) held[i] = ~0ull, at[i] = -1;
+  }
+  // By whole warps.
+  KOG_DEVICE void consider(Block& b, NextBest& next, int k) {
+    u64 more[kLists];
+    auto block = [&](int i) { return b.thread * kLists + i; };
+#pragma unroll
+    for (int i = 0; i < kLists; i++) at[i] += held[i] == next.last ? 1 : 0;  // from the start, too
+    auto asks = [&](int i) { return held[i] == next.last && at[i] < k && block(i) < kAllBlocks; };
+    poll_pairs(
+        b, Step::kBest, number, [&](int i) { return best_words(b, heads, block(i)) + 2 + 2 * at[i]; }, asks, more);
+#pragma unroll
+    for (int i = 0; i < kLists; i++)
+      if (held[i] == next.last) held[i] = asks(i) ? more[i] : 0;
+#pragma unroll
+    for (int i = 0; i < kLists; i++) next.consider(held[i]);
+  }
+};
+
 // Block 0 of rank 0: what all blocks published, joined and told to the host.
 KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch) {
   int k = static_cast<int>(b.request[Request::kLogprobs]);
@@ -127,7 +155,17 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
       store_system(record + 2, tag | static_cast<u64>(log2_fixed(sum > 0 ? sum : 1)));
     }
   }
+  auto tell = [&](int i, u64 rank) {
+    u64 id = 0xffffffffu - static_cast<u32>(rank);
+    u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
+    store_system(record + 4 + i, (id + 1) << 32 | logit);
+  };
   constexpr int kHeldRanks = (kAllBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
+  if constexpr (kHeldRanks > kMostHeldRanks) {
+    BlocksBest lists(b, heads, number);
+    take_best_of_block(b, k, scratch, [&](NextBest& next) { lists.consider(b, next, k); }, tell);
+    return;
+  }
   u64 held[kHeldRanks];
   auto rank = [&](int i) { return i * 32 * kWarps + b.thread; };
   poll_pairs(
@@ -143,11 +181,7 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
 #pragma unroll
         for (int i = 0; i < kHeldRanks; i++) next.consider(held[i]);
       },
-      [&](int i, u64 rank) {
-        u64 id = 0xffffffffu - static_cast<u32>(rank);
-        u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
-        store_system(record + 4 + i, (id + 1) << 32 | logit);
-      });
+      tell);
 }
 
 }  // namespace kog

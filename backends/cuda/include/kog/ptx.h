@@ -26,6 +26,7 @@ template <class T>
 using Memory = T*;
 
 constexpr u32 kWholeWarp = 0xffffffffu;
+constexpr int kMostHeldRanks = 64;  // of a thread, 64 bits each (logprob.h): more are asked for one by one
 
 // ---- where am I, what time is it ----
 

@@ -53,6 +53,8 @@ using i64 = long long;
 template <class T>
 using Memory = T*;
 
+constexpr int kMostHeldRanks = 64;
+
 namespace host {
 
 struct Copy {
