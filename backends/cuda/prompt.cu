@@ -184,7 +184,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kSums / 4; j++)
       own[j * kThreads] = make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
-    fence_gpu();
+    release_gpu();
     sync_threads<kThreads>(1);
     if (threadIdx.x == 0) {
       bool is_last = atomicAdd(p.arrived + tile, 1) == last - first;
@@ -193,7 +193,7 @@ struct Consumer {
     }
     sync_threads<kThreads>(1);
     if (!*shared.last) return false;
-    fence_gpu();
+    acquire_gpu();
     clear();
 #pragma unroll(kSums > 32 ? 1 : 4)
     for (int share = first; share <= last; share++) {

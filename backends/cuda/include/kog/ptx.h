@@ -140,7 +140,7 @@ KOG_DEVICE void release_gpu() { fence_gpu(); }
 KOG_DEVICE void acquire_gpu() { fence_gpu(); }
 KOG_DEVICE void acquire_words() { fence_gpu(); }
 
-// ---- the cache of keys and values: read once a token, ordered by fence_gpu (docs/SYNC.md) ----
+// ---- the cache of keys and values: read once a token, ordered by release_gpu and acquire_gpu (docs/SYNC.md) ----
 
 KOG_DEVICE void store_cache(u32* p, u32 v) { *p = v; }
 // Zero where there is nothing to load. One statement: were zero and the loaded value joined by the
