@@ -1,6 +1,6 @@
 """Where a run took place: GPU, driver, versions, commit; and its clocks before and after.
 
-What cannot be found is null, never guessed. `source` is a digest of the package's Python, C++ and CUDA
+What cannot be found is null, never guessed. `source` is a digest of the package's Python, C++, CUDA and HIP
 files, so that a run names its code also where there is no git; `changed` are those of them that are not as
 the commit has them, so that a record of an exact commit says so whatever else lies in the folder.
 
@@ -28,7 +28,7 @@ from kog_triton.doctor import driver, installed_version, system
 from kog_triton.schedule.topology import Gpu
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x", "cupy-rocm-7-0")
-SOURCES = (".py", ".cu", ".h")
+SOURCES = (".py", ".cu", ".h", ".hip")
 QUERY = {  # field of a sample -> nvidia-smi's name
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -86,15 +86,16 @@ def gpu_row() -> Gpu | None:
 
 
 def source_files() -> dict[str, Path]:
-    """Every file of Python, C++ and CUDA by its name in the installed package.
+    """Every file of Python, C++, CUDA and HIP by its name in the installed package.
 
-    In a checkout the CUDA backend lies beside the package; installed, inside it.
+    In a checkout the CUDA and HIP backends lie beside the package; installed, inside it.
     """
     root = Path(kog_triton.__file__).parent
     places = {"": root}
-    found = find_spec("kog_triton.backends.cuda")
-    if found and found.origin:
-        places["backends/cuda/"] = Path(found.origin).parent
+    for name in ("cuda", "hip"):
+        found = find_spec(f"kog_triton.backends.{name}")
+        if found and found.origin:
+            places[f"backends/{name}/"] = Path(found.origin).parent
     return {
         name + file.relative_to(place).as_posix(): file
         for name, place in places.items()

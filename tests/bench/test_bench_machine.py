@@ -225,6 +225,18 @@ def test_a_run_of_a_commit_is_told_from_one_with_changes(tmp_path, monkeypatch):
     assert machine.changed_files(tmp_path) == ["backends/cuda/ring.h", "gone.py", "new.py"]
 
 
+def test_every_source_of_every_backend_is_told():
+    """Else a record of an exact commit says that files were changed."""
+    beside = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "backends").rglob("*")
+        if path.suffix in (".py", ".cu", ".h", ".hip")
+    }
+    assert {name.split("/")[1] for name in beside} == {"cuda", "hip"}
+    files = machine.source_files()
+    assert beside == {name for name in files if name.startswith(("backends/cuda", "backends/hip"))}
+
+
 def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
     files = machine.source_files()
     assert {
