@@ -22,7 +22,6 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import describe
 
 LIBRARY = ("auto", "library")  # ways of prompts that may be the library's
-CORES_FOR_LONG = 6  # for each long kernel that begins with the early ones
 
 
 def precompile(spec: ModelSpec, options: BackendOptions) -> None:
@@ -42,19 +41,17 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
 
 
 def _in_order(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, str]]:
-    """Headers and sources to begin. An opening waits for early kernels and prompts' alone, which come first; as cores
-    allow, some of those that take longest begin beside them (benchmarks/cuda-log.md#early). Where there are no early
-    ones, as many kernels as leave Python a core, which imports meanwhile."""
+    """Headers and sources to begin. An opening waits for early kernels and prompts' alone, which come first
+    (benchmarks/cuda-log.md#early). Where there are no early ones, as many kernels as leave Python a core, which imports
+    meanwhile."""
     early, whole, several = (
         [(render(layout), source) for source, layout in kernels]
         for kernels in _kernels(lowering, options)
     )
-    beside = max(1, len(os.sched_getaffinity(0)) - 1)
     if not early:
-        return [*whole, *several][:beside]
+        return [*whole, *several][: max(1, len(os.sched_getaffinity(0)) - 1)]
     prompts = prompt_texts(lowering, ALL) if options.prefill in LIBRARY else []
-    ahead = beside // CORES_FOR_LONG
-    return [*early, *several[:ahead], *prompts, *several[ahead:], *whole]
+    return [*early, *prompts, *whole, *several]
 
 
 Kernels = list[tuple[str, Layout]]  # sources with their layouts

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
-EARLY = 0.5  # of a step: the host wakes so much before the next token is due, and at least
-EARLY_S = (
-    220e-6  # so long or a step: a short one of two GPUs is no shorter for a core that has to wake
-)
+# The host wakes so long before the next token is due: half of a step, and no less than EARLY_S unless the step is
+# shorter, since a core takes as long to wake for short steps.
+EARLY = 0.5  # of a step
+EARLY_S = 220e-6
 GROWTH = 1.1  # of what is taken for a step, from one to the next
 KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
 FINE_S = 10e-6  # between glances around that time
