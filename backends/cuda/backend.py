@@ -45,7 +45,7 @@ from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
-from kog_triton.backends.prefill.forward import import_fused
+from kog_triton.backends.prefill.fused_ahead import import_fused
 from kog_triton.backends.prefill.library import (
     fuses,
     library_for,

@@ -122,6 +122,7 @@ class PromptsBeside:
             return ranks
         (one,) = held
         buckets = bucket_sizes(self.max_context)
+        slots = self.ranks.first.cache[..., : self.spec.head_dim]
         if short:
             buckets = [size for size in buckets if size > MOST_TOKENS]
         library = LibraryPrefill(
@@ -133,8 +134,9 @@ class PromptsBeside:
             one.matrices,
             buckets,
             to_head=True,
-            slots=self.ranks.first.cache[..., : self.spec.head_dim],
+            slots=slots,
         )
+        library.compile_ahead(slots[0])
         if short:
             self.short = self._open_short(lowering, held, [library.layers])
             self.placing = Placing(self.ranks.first, self._short_kernels(self.device))

@@ -124,3 +124,30 @@ def test_first_log_probabilities_are_near_the_kernels_own(name):
         assert len(common) >= 3
         squares += common
     assert math.sqrt(sum(squares) / len(squares)) < (0.5 if name == "llama-3.2-1b" else 0.3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.2-1b", "biases, norms, windows", "lanes"])
+def test_passes_launch_what_was_compiled_ahead_and_no_more(name):
+    from kog_triton.backends.prefill import fused
+
+    kernels = fused.norm_kernel, fused.gate_kernel, fused.rotate_kernel
+
+    def compiled():
+        return {
+            (k.__name__, key) for k in kernels for c in k.device_caches.values() for key in c[0]
+        }
+
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    backend = opened(SPECS[name], "library")
+    backend.library._pass._ahead.wait()
+    begun = compiled()
+    assert len({kernel for kernel, _ in begun}) == len(kernels)
+    backend.settle()  # buckets' passes and suffixes'
+    tokens = [t % backend.spec.vocab_size for t in prompt_of(1, 1000)]
+    cache = backend.memory.cache[1][..., : backend.spec.head_dim]
+    backend.library.run(tokens[:900], 0, cache)
+    backend.library.run(tokens[900:], 900, cache)
+    torch.cuda.synchronize()
+    assert compiled() == begun
+    backend.close()

@@ -43,7 +43,7 @@ def test_triton_is_imported_by_the_first_pass_or_ahead_of_it():
     code = (
         "import sys\n"
         "from tests.lib.prefill_cases import CPU, F32, empty_cache, prefill_of\n"
-        "from kog_triton.backends.prefill.forward import import_fused\n"
+        "from kog_triton.backends.prefill.fused_ahead import import_fused\n"
         "prefill_of('llama', fused=True)\n"
         "assert 'triton' not in sys.modules\n"
         "assert import_fused().gated and 'triton' in sys.modules\n"

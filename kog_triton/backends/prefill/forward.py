@@ -7,7 +7,6 @@ a value, so that a pass can be captured in a CUDA graph. Shapes: see weights.py.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -15,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
+from kog_triton.backends.prefill.fused_ahead import FUSED, Arguments, FusedAhead
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.model.spec import Reduce
 from kog_triton.schedule.schedule import Schedule
 
 Tensor = torch.Tensor
-FUSED = "kog_triton.backends.prefill.fused"
 # Of a product, by its time: what reads the weights alone takes as long as so many tokens
 # (benchmarks/cuda-log.md#one-copy: 190 of 8B's layer, 340 of 1B's).
 PASS_TOKENS = 256
@@ -28,15 +27,6 @@ PASS_TOKENS = 256
 # between them (slices.py). They still fill a GPU: 256 tiles of 128 rows of Llama's 32 heads.
 DEEP, DEEP_ROWS = 8192, 1024
 MASK_STEP = 16  # elements to which rows of a mask are padded: what fused attention can load
-
-
-def import_fused() -> Any:
-    """Ahead of the first pass, in a thread: to import Triton takes a second, and half of one that it hashes its own
-    files, by which it finds the kernels that it kept."""
-    fused = import_module(FUSED)
-    with suppress(ImportError, AttributeError):  # of another release: its first kernel does it
-        import_module("triton.runtime.cache").triton_key()
-    return fused
 
 
 class Outputs:
@@ -74,6 +64,8 @@ class PrefillPass:
         self.device, self._lanes = embed.device, schedule.shards_per_rank
         self._outputs = outputs or Outputs()
         self._fuses = fused
+        self._ahead: FusedAhead | None = None
+        self._num_shards = schedule.num_shards
         self._flash = aligns_ends(embed.device, self.dtype, spec.head_dim)
         heads, kv, d = schedule.shard_heads, schedule.shard_kv_heads, spec.head_dim
         # Of a token: queries, keys and values; the attention's outputs; a third of the MLP. And of a key that it
@@ -85,7 +77,43 @@ class PrefillPass:
     @cached_property
     def _fused(self) -> Any:
         """Imported by the first pass: Triton takes a second, of a start whose prompt needs none."""
+        if self._ahead is not None:
+            self._ahead.wait()
         return import_module(FUSED) if self._fuses else None
+
+    def compile_ahead(
+        self, caches: Sequence[Tensor], told: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Begin to compile what Triton runs between products; the first pass waits for it.
+
+        caches  as of `layers_of`, of every kind that passes will fill
+        told    a `Told`'s words, and the cache of passes that are told
+        """
+        if not self._fuses:
+            return
+        w, lanes, hidden = self.layers[0], self._lanes, self.spec.hidden_size
+        qkv, _, ffn = (amount // hidden for amount in self._multiply_adds)
+
+        def token(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(lanes, 1, width, dtype=dtype, device="meta")
+
+        added = None
+        if self.spec.num_lanes == 1:  # as `_joined`
+            added = token(hidden, self.dtype if self._num_shards == 1 else torch.float32)
+        arguments = Arguments(
+            token(hidden, torch.float32),
+            w.attention_norm,
+            self.spec.norm_eps,
+            self.dtype,
+            added,
+            token(2 * ffn, self.dtype),
+            token(qkv, self.dtype),
+            w.qk_norm,
+            self.rope,
+            [cache[0] for cache in caches],
+            told and (told[0], told[1][0]),
+        )
+        self._ahead = FusedAhead(arguments, self.device)
 
     def run(self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None) -> None:
         """All of `layers_of`."""

@@ -13,6 +13,8 @@ Shapes: see weights.py.
 # mypy: ignore-errors
 # Device code is not Python: Triton's compiler, or its interpreter in the tests, checks its types.
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -97,11 +99,23 @@ def rotate_kernel(
     tl.store(home + head * head_step + kind_step + j, value, mask=inside)
 
 
-def normed(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype, o: Tensor | None) -> Tensor:
+def launch(kernel, grid):
+    """What a kernel is called by; `only_compile` is the other."""
+    return kernel[grid]
+
+
+def only_compile(kernel, grid):
+    """For arguments of the types, alignment and sizes that a launch will have; tensors may be meta ones."""
+    return partial(kernel.warmup, grid=grid)
+
+
+def normed(
+    x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype, o: Tensor | None, call=launch
+) -> Tensor:
     """Add o [S, T, hidden], if any, to x in place; x / rms(x) * gain in `dtype`."""
     lanes, tokens, width = x.shape
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    norm_kernel[(lanes * tokens,)](
+    call(norm_kernel, (lanes * tokens,))(
         x, x if o is None else o.contiguous(), gain, y, tokens, width,
         width if len(gain) > 1 else 0, eps,
         ADD=o is not None, BLOCK=triton.next_power_of_2(width), num_warps=8,
@@ -109,12 +123,12 @@ def normed(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype, o: Tensor | 
     return y
 
 
-def gated(gate_up: Tensor) -> Tensor:
+def gated(gate_up: Tensor, call=launch) -> Tensor:
     """[S, T, 2 F], gate and up side by side, to [S, T, F]."""
     lanes, tokens, width = gate_up.shape
     h = gate_up.new_empty(lanes, tokens, width // 2)
     grid = (lanes * tokens, triton.cdiv(width // 2, GATED))
-    gate_kernel[grid](gate_up, h, width // 2, BLOCK=GATED)
+    call(gate_kernel, grid)(gate_up, h, width // 2, BLOCK=GATED)
     return h
 
 
@@ -126,6 +140,7 @@ def rotated(
     first: int,
     cache: Tensor,
     words: Tensor | None = None,
+    call=launch,
 ) -> Tensor:
     """Queries [S, H, T, d]; keys, values of positions from `first` on go to cache [S, K, 2, n, d].
 
@@ -136,7 +151,7 @@ def rotated(
     heads = width // d - 2 * kv
     q = qkv.new_empty(lanes, tokens, heads, d)
     lane_step, head_step, kind_step, position_step, _ = cache.stride()
-    rotate_kernel[(lanes * tokens,)](
+    call(rotate_kernel, (lanes * tokens,))(
         qkv, qkv if norms is None else norms, rope, q, cache,
         qkv if words is None else words, first, tokens,
         eps, lane_step, head_step, kind_step, position_step,

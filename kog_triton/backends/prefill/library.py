@@ -262,6 +262,11 @@ class LibraryPrefill:
     def layers(self) -> Sequence[LayerWeights]:
         return self._pass.layers
 
+    def compile_ahead(self, cache: Tensor) -> None:
+        """Begin to compile what Triton runs in passes, which the first of them waits for. cache: as `run`'s."""
+        told = None if self._suffixes is None else (self._suffixes.words, cache)
+        self._pass.compile_ahead([self._scratch, cache], told)
+
     def memory_bytes(self) -> int:
         """Bytes held beside what the caller holds: the buckets' cache, graphs, norms and biases."""
         walk = self._pass

@@ -124,7 +124,7 @@ class Suffixes:
 
     def __init__(self, walk: PrefillPass, slots: Tensor, streams: Tensor | None) -> None:
         self._pass, self._slots, self._streams = walk, slots, streams
-        self._words = torch.zeros(IDS + SIZES[0], dtype=torch.int64, device=slots.device)
+        self.words = torch.zeros(IDS + SIZES[0], dtype=torch.int64, device=slots.device)
         self._heads = walk.spec.num_heads
         self._blocks = 1
         if slots.device.type == "cuda":
@@ -147,27 +147,27 @@ class Suffixes:
 
     def pieces(self, ids: Tensor, first: int, row: int) -> Iterator[Work]:
         """Queue a suffix product by product, as forward.PrefillPass.layers_of."""
-        words = torch.empty(IDS + size_of(len(ids)), dtype=torch.int64, device=self._words.device)
+        words = torch.empty(IDS + size_of(len(ids)), dtype=torch.int64, device=self.words.device)
         suffix = self._told(words)
         suffix.write(ids, first, row)
         return self._layers(suffix, first)
 
     def write(self, ids: Tensor, first: int, row: int) -> None:
         """For `run`, or a graph of it."""
-        self._told(self._words[: IDS + size_of(len(ids))]).write(ids, first, row)
+        self._told(self.words[: IDS + size_of(len(ids))]).write(ids, first, row)
 
     def empty(self) -> None:
         """The next `run` has no tokens, and writes into no slot."""
-        self._words.zero_()
+        self.words.zero_()
 
     def run(self, size: int) -> None:
         """Queue what `write` told, or will have told a graph of it."""
-        for _ in self._layers(self._told(self._words[: IDS + size]), 0):
+        for _ in self._layers(self._told(self.words[: IDS + size]), 0):
             pass
 
     @property
     def nbytes(self) -> int:
-        return self._words.nbytes
+        return self.words.nbytes
 
     def _layers(self, suffix: SuffixWords, first: int) -> Iterator[Work]:
         head = None if self._streams is None else ToHead(self._streams, suffix.last)
