@@ -40,7 +40,11 @@ template <class T> inline u64 constant_bits(int code, i32 literal) {
 }
 
 template <class T> inline u64 scalar_bits(const Wave& w, int code, i32 literal) {
-    if (code < WAVE_SGPRS) return sizeof(T) == 8 ? w.pair(code) : w.sgpr[code];
+    if (code < WAVE_SGPRS) {
+        touch(w, code);
+        if (sizeof(T) == 8) touch(w, code + 1);
+        return sizeof(T) == 8 ? w.pair(code) : w.sgpr[code];
+    }
     if (code == 251) return w.pair(VCC) == 0;
     if (code == 252) return w.exec() == 0;
     if (code == 253) return w.scc;
@@ -112,8 +116,10 @@ template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, La
         for (T& lane : room.lane) lane = value;
         return room.lane;
     }
+    touch(w, code, w.exec());
     const u32* low = w.row[code - ROW].lane;
     if constexpr (sizeof(T) == 8) {
+        touch(w, code + 1, w.exec());
         const u32* high = w.row[code - ROW + 1].lane;
         if (k == 0 && i.dpp >= 0) throw Fault("DPP of 64-bit operands is not known");
         for (int l = 0; l < LANES; l++) room.lane[l] = bits_to<T>(low[l] | u64(high[l]) << 32);
@@ -146,9 +152,11 @@ inline void put(Row& row, const u32* value, u64 mask) {
 }
 
 template <class T> inline void store(Wave& w, const Inst& i, const T* value, u64 mask) {
+    touch(w, i.dst, mask);
     Row& to = w.row[i.dst - ROW];
     Lanes<u32> low, high;
     if constexpr (sizeof(T) == 8) {
+        touch(w, i.dst + 1, mask);
         for (int l = 0; l < LANES; l++) {
             u64 bits = bits_to<u64>(value[l]);
             low.lane[l] = u32(bits);

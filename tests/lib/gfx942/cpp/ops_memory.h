@@ -7,7 +7,14 @@ u64 clock_of(Machine&);
 
 enum Extend { WHOLE, LOW_HALF, HIGH_HALF };  // what becomes of a value narrower than a register
 
-inline void poison(Wave& w, int code, int rows, u64 mask) {
+inline void await(Wave& w, Flight& f, int code, int rows) {
+    f.rows = rows;
+    for (int r = 0; r < rows; r++) w.due[size_t(code + r)]++;
+}
+
+// A load's registers until it arrives.
+inline void poison(Wave& w, Flight& f, int code, int rows, u64 mask) {
+    await(w, f, code, rows);
     for (int r = 0; r < rows; r++)
         for (int l = 0; l < LANES; l++)
             if (mask >> l & 1) w.row[code - ROW + r].lane[l] = IN_FLIGHT;
@@ -16,8 +23,10 @@ inline void poison(Wave& w, int code, int rows, u64 mask) {
 // ---- where each lane's bytes are ----
 
 inline void global_addresses(const Wave& w, const Inst& i, Flight& f) {
+    touch(w, i.addr, f.mask);
+    if (i.saddr < 0) touch(w, i.addr + 1, f.mask);
     const u32* low = w.row[i.addr - ROW].lane;
-    u64 base = i.saddr >= 0 ? w.pair(i.saddr) : 0;
+    u64 base = i.saddr >= 0 ? scalar_bits<u64>(w, i.saddr, 0) : 0;
     const u32* high = i.saddr >= 0 ? nullptr : w.row[i.addr - ROW + 1].lane;
     for (int l = 0; l < LANES; l++) f.addresses[l] = base + (low[l] | u64(high ? high[l] : 0) << 32) + i64(i.offset);
 }
@@ -95,13 +104,14 @@ inline void load_op(Machine& m, Wave& w, const Inst& i, int bytes, Extend extend
     f.words = {u32(extend), u32(exec), u32(exec >> 32)};
     const Row& old = w.row[i.dst - ROW];
     f.words.insert(f.words.end(), old.lane, old.lane + LANES);
-    poison(w, i.dst, std::max(1, bytes / 4), exec);
+    poison(w, f, i.dst, std::max(1, bytes / 4), exec);
     check_memory_race(m, w, f);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 
 inline void store_op(Machine& m, Wave& w, const Inst& i, int bytes, int shift, Addresses addresses) {
     Flight f = flight(w, i, Flight::STORE, bytes, addresses);
+    for (int k = 0; k < std::max(1, bytes / 4); k++) touch(w, i.data + k, f.mask);
     for (int l = 0; l < LANES; l++)
         for (int k = 0; k < std::max(1, bytes / 4); k++) {
             u32 word = w.row[i.data - ROW + k].lane[l] >> shift;
@@ -123,7 +133,7 @@ inline void atomic_op(Machine& m, Wave& w, const Inst& i, int bytes, int operand
         const Row& row = w.row[i.data - ROW + k];
         f.words.insert(f.words.end(), row.lane, row.lane + LANES);
     }
-    if (i.flags & RETURNS) poison(w, i.dst, bytes / 4, f.mask);
+    if (i.flags & RETURNS) poison(w, f, i.dst, bytes / 4, f.mask);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 
@@ -166,7 +176,7 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
     f.mask = w.exec();
     f.bytes = bytes;
     f.words = {u32(what), u32(step)};
-    auto take = [&](int code) { f.words.insert(f.words.end(), w.row[code - ROW].lane, w.row[code - ROW].lane + LANES); };
+    auto take = [&](int code) { touch(w, code, f.mask), f.words.insert(f.words.end(), w.row[code - ROW].lane, w.row[code - ROW].lane + LANES); };
     bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = changes(what);
     take(i.addr);
     int rows = std::max(1, bytes / 4);
@@ -174,7 +184,7 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
         for (int k = 0; k < rows; k++) take(i.data + k);
     if (what == WRITE_TWO)
         for (int k = 0; k < rows; k++) take(i.src[1] + k);
-    if (!writes) poison(w, i.dst, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
+    if (!writes) poison(w, f, i.dst, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
 }
 
@@ -257,7 +267,7 @@ inline void scalar_load(Machine& m, Wave& w, const Inst& i, int words) {
     Flight f;
     f.kind = Flight::SCALAR_LOAD;
     f.inst = &i;
-    u64 base = w.pair(i.src[0]) + i64(i.offset);
+    u64 base = scalar_bits<u64>(w, i.src[0], 0) + i64(i.offset);
     if (i.src[1] >= 0) base += scalar_bits<u32>(w, i.src[1], i.literal);
     f.words.resize(words);
     m.range_of(base, 4 * words);
@@ -275,6 +285,7 @@ inline void scalar_load(Machine& m, Wave& w, const Inst& i, int words) {
         }
         std::memcpy(&f.words[k], from, 4);
     }
+    await(w, f, i.dst, words);
     for (int k = 0; k < words; k++) w.sgpr[i.dst + k] = IN_FLIGHT;
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
 }
@@ -285,12 +296,14 @@ inline void scalar_clock(Machine& m, Wave& w, const Inst& i) {
     f.inst = &i;
     u64 now = clock_of(m);
     f.words = {u32(now), u32(now >> 32)};
+    await(w, f, i.dst, 2);
     w.set_pair(i.dst, u64(IN_FLIGHT) << 32 | IN_FLIGHT);
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
 }
 
 inline void arrive(Wave& w, Flight& f) {
     const Inst& i = *f.inst;
+    for (int r = 0; r < f.rows; r++) w.due[size_t(i.dst + r)]--;
     if (f.kind == Flight::SCALAR_LOAD) {
         for (size_t k = 0; k < f.words.size(); k++) w.sgpr[i.dst + k] = f.words[k];
     } else if (f.kind == Flight::LDS) {

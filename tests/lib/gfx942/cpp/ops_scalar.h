@@ -173,13 +173,18 @@ static const Operation SCALAR_OPERATIONS[] = {
          w.sgpr[i.dst] = hardware_register(m, w, id) >> shift & low_bits(u32(width));
      }},
     {"V_READFIRSTLANE_B32", [](Machine&, Wave& w, const Inst& i) {
+         if (i.src[0] >= ROW) touch(w, i.src[0], u64(1) << first_lane(w.exec()));
          w.sgpr[i.dst] = i.src[0] < ROW ? scalar<u32>(w, i, 0) : w.row[i.src[0] - ROW].lane[first_lane(w.exec())];
      }},
     {"V_READLANE_B32", [](Machine&, Wave& w, const Inst& i) {
-         w.sgpr[i.dst] = w.row[i.src[0] - ROW].lane[scalar<u32>(w, i, 1) & 63];
+         int from = scalar<u32>(w, i, 1) & 63;
+         touch(w, i.src[0], u64(1) << from);
+         w.sgpr[i.dst] = w.row[i.src[0] - ROW].lane[from];
      }},
     {"V_WRITELANE_B32", [](Machine&, Wave& w, const Inst& i) {
-         w.row[i.dst - ROW].lane[scalar<u32>(w, i, 1) & 63] = scalar<u32>(w, i, 0);
+         int to = scalar<u32>(w, i, 1) & 63;
+         touch(w, i.dst, u64(1) << to);
+         w.row[i.dst - ROW].lane[to] = scalar<u32>(w, i, 0);
      }},
     {"V_MBCNT_LO_U32_B32", [](Machine&, Wave& w, const Inst& i) {
          Lanes<u32> ra, rb, out;

@@ -57,6 +57,7 @@ struct Flight {
     std::vector<u64> addresses;  // one a lane
     std::vector<u64> lines;
     std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found
+    int rows = 0;                // registers from its destination on that it is to fill
     std::vector<u32> words;      // what LDS or a scalar load is about: operands, then the result
 
     // For this compute unit alone; and not even atomically so.
@@ -72,6 +73,7 @@ struct Wave {
     u32 sgpr[WAVE_SGPRS] = {};
     std::vector<Row> row = std::vector<Row>(WAVE_ROWS);
     std::deque<Flight> vector_queue, scalar_queue;  // what vmcnt and lgkmcnt count
+    std::vector<u16> due = std::vector<u16>(ROW + WAVE_ROWS);  // in flight to fill each register, by its operand code
 
     u64 pair(int code) const { return sgpr[code] | u64(sgpr[code + 1]) << 32; }
     void set_pair(int code, u64 value) {
@@ -106,6 +108,16 @@ struct Workgroup {
     std::unordered_map<u64, MemoryUse> memory_use;
     int local_stores = 0;  // in flight
 };
+
+// An instruction touches a register, in these lanes: a fault if a load is to fill any of them, which no wait has covered
+// yet, whatever it finds there.
+inline void touch(const Wave& w, int code, u64 lanes = ~u64(0)) {
+    if (!w.due[size_t(code)]) return;
+    for (const std::deque<Flight>* queue : {&w.vector_queue, &w.scalar_queue})
+        for (const Flight& f : *queue)
+            if (code >= f.inst->dst && code < f.inst->dst + f.rows && (f.mask & lanes || f.kind == Flight::SCALAR_LOAD))
+                throw Fault("register " + std::to_string(code) + " is touched while a load is to fill it: no wait");
+}
 
 struct Machine;
 using Handler = void (*)(Machine&, Wave&, const Inst&);
