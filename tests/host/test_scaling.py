@@ -1,7 +1,7 @@
 """The prediction for several GPUs: its constants are the best fit, its page prints what it says."""
 
-import gzip
 import importlib.util
+import lzma
 import re
 import sys
 
@@ -81,7 +81,7 @@ def test_what_was_measured_is_what_was_printed():
     """Rates of one, two and four GPUs and a GPU's bandwidth of the run: the larger of two ways to read, of several GPUs
     the lowest; 8B on two is the run with pauses, without a power cap."""
     two, four = (
-        gzip.decompress((RECORDS / f"{name}-gpus.txt.gz").read_bytes()).decode()
+        lzma.decompress((RECORDS / f"{name}-gpus.txt.xz").read_bytes()).decode()
         for name in ("2026-11-24-two", "2026-11-27-four")
     )
     for shape, gpus, found, bandwidth in scaling.MEASURED:
