@@ -176,7 +176,11 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
     f.mask = w.exec();
     f.bytes = bytes;
     f.words = {u32(what), u32(step)};
-    auto take = [&](int code) { touch(w, code, f.mask), f.words.insert(f.words.end(), w.row[code - ROW].lane, w.row[code - ROW].lane + LANES); };
+    auto take = [&](int code) {
+        touch(w, code, f.mask);
+        const u32* lanes = w.row[code - ROW].lane;
+        f.words.insert(f.words.end(), lanes, lanes + LANES);
+    };
     bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = changes(what);
     take(i.addr);
     int rows = std::max(1, bytes / 4);

@@ -1,4 +1,4 @@
-// Each kernel but `aligned` and `met` relies on what no document of gfx942 promises: an order within one instruction, one line, one
+// Each kernel but `aligned`, `met` and `awaited` relies on what no document of gfx942 promises: an order within one instruction, one line, one
 // counter; that what nobody loaded is in no cache; that a wave ends only once its stores have. Two workgroups, of which
 // the first writes and the second reads; `out` has a word a lane.
 typedef unsigned u32;
@@ -121,8 +121,8 @@ KERNEL raced(u32* words, u32* out) {
     if (B == 1 && T < 64) out[T] = x;
 }
 
-// Registers that a load is to fill: read, written to, and read of LDS or a scalar load, ahead of the wait; then behind it,
-// and in lanes alone that the load leaves out.
+// A register that a load is to fill is touched ahead of the wait: read, overwritten, filled by LDS, by a scalar load.
+// `awaited` touches it behind the wait, and ahead of the wait in lanes that the load leaves out.
 KERNEL early(u32* words, u32* out) {
     u32 x;
     asm volatile("global_load_dword %0, %1, off\nv_add_u32 %0, 0, %0\ns_waitcnt vmcnt(0)" : "=&v"(x) : "v"(words + T) : "memory");
