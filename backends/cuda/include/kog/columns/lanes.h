@@ -60,7 +60,14 @@ struct Reduction {
     return b.p.words + Words::kOffset + index % Words::kBuffers * (kLanes * kOfLane);
   }
   KOG_DEVICE static u32 phase(int index) { return phase_of(index / Words::kBuffers); }
-  KOG_DEVICE static int offset(const Item& item) { return item.column * Words::kStride + item.row; }
+  // A unit's outputs of all columns lie together, as a warp's threads have them: a warp's store to another rank is
+  // one line, not a sector a column. A vector whose last unit is not whole has no room for that.
+  static constexpr bool kByUnits = Stage::kRows % Stage::kUnitRows == 0;
+  KOG_DEVICE static int offset(const Item& item) {
+    constexpr int kRows = Stage::kUnitRows;
+    if constexpr (kByUnits) return (item.row / kRows * kColumns + item.column) * kRows + item.row % kRows;
+    return item.column * Words::kStride + item.row;
+  }
 
   // The sum of a thread of piece n of this block's.
   KOG_DEVICE static float* joined(const Block& b, int n) {
