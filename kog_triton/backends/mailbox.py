@@ -9,8 +9,6 @@ run in its own thread: every operation below is one of Python's atomic ones, so 
 lock. What a GPU's kernel writes is brought here by the backend (serving.py).
 """
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kog_triton.backends.pace import first_words, nap_until
+from kog_triton.backends.pace import first_words, get_awake
 from kog_triton.sampling.params import SamplingParams
 
 MaskHook = Callable[[Sequence[int]], "np.ndarray | None"]
@@ -107,14 +105,10 @@ class Inbox:
 
     def _wait(self, timeout: float | None) -> Step | Failure | None:
         """The first one; None if the reader was woken for another reason, or the time is over."""
-        begun = time.perf_counter()
         if not self._begun:
             first_words.add(self)
         try:
-            nap_until(lambda: not self._steps.empty(), math.inf if timeout is None else timeout)
-            if timeout is not None:
-                timeout = max(timeout - (time.perf_counter() - begun), 0.0)
-            step = self._steps.get(timeout=timeout)
+            step = get_awake(self._steps, timeout)
         except Empty:
             return None
         finally:

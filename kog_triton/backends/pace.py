@@ -7,7 +7,8 @@ the caller's thread needs to get the token, and one that misses its chance waits
 A scripted device of 560 us a token on two loaded CPU cores (p99/p50 1.05 of its own): p99/p50 of arrivals in the
 caller's thread 1.44 for looks every 105 us, 1.18 for exact 50 us, 1.16 so; tokens were 164, 100 and 84 us late.
 
-The caller's thread looks as well, `nap_until`, before it waits in earnest: a core on which nobody runs falls asleep.
+Whoever waits for a token gets it when it is put into a queue, if the core is awake: one on which nobody runs falls
+asleep. So that thread waits in naps first, `get_awake`. Since it then needs the lock, the host lets go of it at once.
 What each of these gave beside an H200: benchmarks/cuda-log.md#arrivals.
 """
 
@@ -18,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
-# The host wakes so long before the next token is due: half of a step, and no less than EARLY_S unless the step is
-# shorter, since a core takes as long to wake for short steps.
+# The host wakes so long before the next token is due: half of a step, and no less than EARLY_S, since a core takes as
+# long to wake for short steps.
 EARLY = 0.5  # of a step
 EARLY_S = 220e-6
 GROWTH = 1.1  # of what is taken for a step, from one to the next
@@ -31,65 +34,73 @@ COARSE_S = 50e-6  # and once it is overdue by a step: a prompt, or a mask that o
 AGAIN_S = 20e-6  # after a token: those of other requests may be on their way
 LONGEST_S = 500e-6  # without a look: what the caller has to say waits so long
 ENDING_S = 2e-3  # that a kernel may take to end when it has said its last
-NAP_S = 25e-6  # of a caller between looks
+NAP_S = 50e-6  # of who waits for a token: a core that sleeps no longer wakes at once
 NAPPING_S = 2e-3  # for so long; a later wake matters less to slower tokens
-MOST_NAPPING = 2  # threads at once: each look takes Python's lock from all others
+MOST_NAPPING = 2  # threads at once: each wakes for Python's lock, and takes it from all others
+
+T = TypeVar("T")
 
 
 class Pace:
-    """The waits of one launch between looks; a glance asks only whether there is something to look at."""
+    """When to look next during one launch; a glance asks only whether there is something to look at."""
 
     def __init__(self) -> None:
-        self._told: float | None = None
-        self._wake = 0.0
-        self._fine_until = time.perf_counter() + ENDING_S
+        self._last = time.perf_counter()  # when the launch began or a look last told something
         self._step = self._due = math.inf  # seconds from token to token; when the next one comes
+        self._paces = False  # whether a token has come
 
-    def wait(self, told: int, ends: bool, glance: Callable[[], bool]) -> None:
-        """After a look that told so many tokens of one request; `ends`: the launch may end now."""
+    def told(self, tokens: int) -> None:
+        """A look told so many tokens of one request. Sleeps, so that who waits for them gets Python's lock at once."""
         now = time.perf_counter()
-        if told:
-            self._wake, self._fine_until = now, now + ENDING_S
-            if self._told is not None:
-                # A token told late, as the host was busy, makes a long gap and a short one: the short one is to be
-                # believed, and what is due next is hardly later for it.
-                step = self._step = min((now - self._told) / told, GROWTH * self._step)
-                late = min(max(now - self._due, 0.0), step)
-                self._due = now - KEPT_PACE * late + step
-                if not ends:
-                    self._wake = self._due - max(EARLY * step, min(EARLY_S, step))
-                    self._fine_until = self._due + step
-            self._told = now
-            time.sleep(AGAIN_S)
-        elif now < self._wake:
-            time.sleep(min(self._wake - now, LONGEST_S))
-        else:
-            until = now + LONGEST_S
-            while now < until:
-                time.sleep(FINE_S if now < self._fine_until else COARSE_S)
-                if glance():
-                    return
-                now = time.perf_counter()
+        if self._paces:
+            # A token told late, as the host was busy, makes a long gap and a short one: the short one is to be
+            # believed, and what is due next is hardly later for it.
+            self._step = min((now - self._last) / tokens, GROWTH * self._step)
+            late = min(max(now - self._due, 0.0), self._step)
+            self._due = now - KEPT_PACE * late + self._step
+        self._last, self._paces = now, True
+        time.sleep(AGAIN_S)
+
+    def wait(self, ends: bool, glance: Callable[[], bool]) -> None:
+        """After a look that told nothing; `ends`: the launch may end now."""
+        now, step = time.perf_counter(), self._step
+        known = not ends and step < math.inf
+        wake = self._due - max(EARLY * step, EARLY_S) if known else now
+        if now < wake:
+            time.sleep(min(wake - now, LONGEST_S))
+            return
+        fine_until = self._due + step if known else self._last + ENDING_S
+        until = now + LONGEST_S
+        while now < until:
+            time.sleep(FINE_S if now < fine_until else COARSE_S)
+            if glance():
+                return
+            now = time.perf_counter()
 
 
 _napping = threading.Semaphore(MOST_NAPPING)
-# Who waits for the first word of a request: of more than MOST_NAPPING nobody looks, for the thread that brings their
+# Who waits for the first word of a request: of more than MOST_NAPPING nobody naps, for the thread that brings their
 # prompts on their way lost up to 0.1 ms to them each time it let go of the lock (benchmarks/cuda-log.md#short-prompts).
 first_words: set[object] = set()
 
 
-def nap_until(news: Callable[[], bool], timeout: float) -> None:
-    """Look often until there is news, up to `timeout` seconds or NAPPING_S; not at all while others do, or while many
-    wait for a first word."""
-    if len(first_words) > MOST_NAPPING or news() or not _napping.acquire(blocking=False):
-        return
-    try:
-        with exact_sleeps():
-            until = time.perf_counter() + min(timeout, NAPPING_S)
-            while len(first_words) <= MOST_NAPPING and not news() and time.perf_counter() < until:
-                time.sleep(NAP_S)
-    finally:
-        _napping.release()
+def get_awake(queue: SimpleQueue[T], timeout: float | None) -> T:
+    """What `queue.get(timeout=timeout)` gets, waited for in naps of NAP_S for up to NAPPING_S; not while many others
+    nap or wait for a first word. queue.Empty if nothing comes within `timeout` seconds (None: as long as it takes)."""
+    begun = time.perf_counter()
+    if queue.empty() and len(first_words) <= MOST_NAPPING and _napping.acquire(blocking=False):
+        try:
+            until = begun + min(math.inf if timeout is None else timeout, NAPPING_S)
+            while len(first_words) <= MOST_NAPPING and (left := until - time.perf_counter()) > 0:
+                try:
+                    return queue.get(timeout=min(NAP_S, left))
+                except Empty:
+                    pass
+        finally:
+            _napping.release()
+    if timeout is not None:
+        timeout = max(timeout - (time.perf_counter() - begun), 0.0)
+    return queue.get(timeout=timeout)
 
 
 @contextmanager

@@ -368,18 +368,22 @@ class LaunchServing(Serving[InSlot]):
             if seconds and launch.aside and not launch.first_tokens:
                 seconds.stop()
                 self._go_ahead()
-            pace = Pace()
-            while not launch.ended():
+            pace, over = Pace(), False
+            while not over:
+                told = self.poll()
+                if told:
+                    pace.told(told)  # before questions to the driver, for which callers would wait
+                over = launch.ended()
                 if heart.listen(launcher.steps()):
                     self.mailbox.beat()
-                told = self.poll()
                 if launch.outdated() or self._queue.over(time.monotonic() - begun):
                     self._leave()
                 if most is not None and made() >= most:
                     self._leave()
                 gone = [slot not in self.running for slot in launch.slots]
                 ends = self._leaving or (any(gone) if launch.together else all(gone))
-                pace.wait(told, ends, lambda: launch.ended() or self._has_news())
+                if not (told or over):
+                    pace.wait(ends, lambda: self._has_news() or launch.ended())
         except BaseException as error:
             # The kernel must not write into slots that others have got meanwhile.
             self._leave()
@@ -434,10 +438,6 @@ class LaunchServing(Serving[InSlot]):
         before = len(one.output)
         while len(one.output) < one.request.max_tokens and one.request.slot in self.running:
             if not self._read_one(one, words, len(one.output) + 1):
-                break
-            if (
-                one.request.mask is not None
-            ):  # the next token may come at once: a cancel is to be heard before it
                 break
         return len(one.output) - before
 

@@ -1,5 +1,6 @@
 """The loop that serves launches, by a launcher whose kernel makes a token of each request at every wait of the host."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_a_launch_is_expected_to_end_when_it_may(together, said, monkeypatch):
     """`ends`, for which the host polls often, of every wait in the first launch of requests of two and four tokens."""
     kernel, heard = Kernel(together), []
 
-    def wait(self, told, ends, glance):
+    def wait(self, ends, glance):
         heard.append(ends)
         kernel.step()
 
@@ -85,6 +86,27 @@ def test_a_launch_is_expected_to_end_when_it_may(together, said, monkeypatch):
     LaunchServing(kernel, mailbox, LaunchQueue()).run()
     assert heard[: len(said)] == said
     assert [len(mailbox.read(slot, 0)) for slot in (0, 1)] == [2, 4]
+
+
+def test_the_lock_is_let_go_of_before_the_driver_is_asked(monkeypatch):
+    """Once for each look that told tokens; only a look that told none is waited behind."""
+    kernel, did, mailbox = Kernel(True), [], Mailbox()
+    launch = kernel.launch
+
+    def watched(running, most=None):
+        begun = launch(running, most)
+        return replace(begun, ended=lambda: did.append("asks") or begun.ended())
+
+    def wait(self, ends, glance):
+        did.append("waits")
+        kernel.step()
+
+    kernel.launch = watched
+    monkeypatch.setattr(serving.Pace, "told", lambda self, tokens: did.append(f"told {tokens}"))
+    monkeypatch.setattr(serving.Pace, "wait", wait)
+    mailbox.post(Request(0, (1, 2), SamplingParams(temperature=0), 0, 2))
+    LaunchServing(kernel, mailbox, LaunchQueue()).run()
+    assert did == ["asks", "waits", "told 1", "asks", "asks", "waits", "told 1", "asks"]
 
 
 class Alternating(Kernel):
@@ -128,7 +150,7 @@ def test_a_cancel_is_heard_before_the_token_behind_the_next_mask(monkeypatch):
     mailbox.post(Request(0, (1, 2), SamplingParams(temperature=0), 0, 20, mask=give_up))
     LaunchServing(kernel, mailbox, LaunchQueue()).run()
     *tokens, last = mailbox.read(0, 0)
-    assert (len(tokens), last.finish) == (3, "cancel")
+    assert (len(tokens), last.finish) == (2, "cancel")
 
 
 def test_a_cancel_by_a_mask_s_function_is_told_before_the_mask(monkeypatch):
