@@ -13,30 +13,30 @@ import triton.language as tl
 
 
 @triton.jit
-def meet(counter):
-    """Wait until as many programs as there are have come here, and see what they wrote before."""
+def meet(s, M: tl.constexpr):
+    """Wait until all programs have come here, and see what they wrote before."""
     tl.debug_barrier()
-    count = tl.num_programs(0)
-    all_here = (tl.atomic_add(counter, 1, sem="acq_rel") // count + 1) * count
-    while tl.load(counter, cache_modifier=".cv") < all_here:
+    all_here = (tl.atomic_add(s.counter, 1, sem="acq_rel") // M.PROGRAMS + 1) * M.PROGRAMS
+    while tl.load(s.counter, cache_modifier=".cv") < all_here:
         pass
-    tl.atomic_add(
-        counter, 0, sem="acq_rel"
-    )  # a fence: what is read from here on is what the others wrote
+    # A fence: what is read from here on is what the others wrote.
+    tl.atomic_add(s.counter, 0, sem="acq_rel")
     tl.debug_barrier()
 
 
 @triton.jit
-def matvec(y, w, x, gain, s, M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """y = w @ rms_norm(x) of w [ROWS, COLS]; without a gain, y += w @ x."""
+def matvec(y, w, x, gain, s, M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED=False):
+    """y = w @ rms_norm(x) of w [ROWS, COLS]; without a gain, y += w @ x, or of GATED x, w @ (swish(gate) * up)."""
     k = tl.arange(0, M.WIDE)
     v = tl.load(x + k, mask=k < COLS, other=0.0)
+    if GATED:
+        v *= tl.load(x + COLS + k, mask=k < COLS, other=0.0) / (1 + tl.exp(-v))
     if gain is not None:
         v *= tl.rsqrt(tl.sum(v * v) / COLS + M.EPS) * tl.load(gain + k, mask=k < COLS, other=0.0)
-    for row in range(tl.program_id(0), ROWS, tl.num_programs(0)):
+    for row in range(tl.program_id(0), ROWS, M.PROGRAMS):
         total = tl.sum(tl.load(w + row * COLS + k, mask=k < COLS, other=0.0) * v)
         tl.store(y + row, total + tl.load(y + row) if gain is None else total)
-    meet(s.counter)
+    meet(s, M)
 
 
 @triton.jit
@@ -44,36 +44,27 @@ def append(qkv, cache, rope, pos, s, M: tl.constexpr):
     """Turn queries and keys by pos's angles; keys and values go to cache [2, KV_HEADS, CONTEXT, D]."""
     j = tl.arange(0, M.D // 2)
     cos, sin = tl.load(rope + pos * M.D + j), tl.load(rope + pos * M.D + M.D // 2 + j)
-    for head in range(tl.program_id(0), M.HEADS + 2 * M.KV_HEADS, tl.num_programs(0)):
+    for head in range(tl.program_id(0), M.HEADS + 2 * M.KV_HEADS, M.PROGRAMS):
         own, turns = qkv + head * M.D + j, head < M.HEADS + M.KV_HEADS
         a, b = tl.load(own), tl.load(own + M.D // 2)
-        if head >= M.HEADS:
-            own = cache + ((head - M.HEADS) * M.CONTEXT + pos) * M.D + j
+        own = own if head < M.HEADS else cache + ((head - M.HEADS) * M.CONTEXT + pos) * M.D + j
         tl.store(own, tl.where(turns, a * cos - b * sin, a))
         tl.store(own + M.D // 2, tl.where(turns, b * cos + a * sin, b))
-    meet(s.counter)
+    meet(s, M)
 
 
 @triton.jit
 def attention(out, qkv, cache, pos, s, M: tl.constexpr):
     """softmax(q k / sqrt(D)) v over positions up to `pos`; a program takes query heads."""
     t, d = tl.arange(0, M.CONTEXT)[:, None], tl.arange(0, M.D)[None, :]
-    for head in range(tl.program_id(0), M.HEADS, tl.num_programs(0)):
+    for head in range(tl.program_id(0), M.HEADS, M.PROGRAMS):
         at = cache + (head // (M.HEADS // M.KV_HEADS) * M.CONTEXT + t) * M.D + d
         q, keys = tl.load(qkv + head * M.D + d), tl.load(at, mask=t <= pos, other=0.0)
         score = tl.where(t <= pos, tl.sum(q * keys, 1, keep_dims=True) * M.D**-0.5, -1e30)
         weight = tl.exp(score - tl.max(score))
         values = tl.load(at + M.KV_HEADS * M.CONTEXT * M.D, mask=t <= pos, other=0.0)
         tl.store(out + head * M.D + d, tl.sum(weight * values, 0, keep_dims=True) / tl.sum(weight))
-    meet(s.counter)
-
-
-@triton.jit
-def swiglu(h, gate_up, s, F: tl.constexpr):
-    for i in range(tl.program_id(0), F, tl.num_programs(0)):
-        gate = tl.load(gate_up + i)
-        tl.store(h + i, gate / (1 + tl.exp(-gate)) * tl.load(gate_up + F + i))
-    meet(s.counter)
+    meet(s, M)
 
 
 @triton.jit
@@ -85,7 +76,7 @@ def decode_kernel(tokens, prompt, limit, stop, w, s, M: tl.constexpr):
     i, pos, token = tl.arange(0, M.WIDE), tl.program_id(0) * 0, tl.load(tokens)
     while (pos < limit - 1) & ((pos < prompt) | (token != stop)):
         tl.store(s.x + i, tl.load(w.embed + token * M.H + i, mask=i < M.H), mask=i < M.H)
-        meet(s.counter)
+        meet(s, M)
         for n in range(M.LAYERS):
             own, cache = w.layers + n * M.LAYER, s.cache + n * 2 * M.KV_HEADS * M.CONTEXT * M.D
             matvec(s.qkv, own + M.QKV, s.x, own, s, M, (M.HEADS + 2 * M.KV_HEADS) * M.D, M.H)
@@ -93,11 +84,8 @@ def decode_kernel(tokens, prompt, limit, stop, w, s, M: tl.constexpr):
             attention(s.a, s.qkv, cache, pos, s, M)
             matvec(s.x, own + M.O, s.a, None, s, M, M.H, M.HEADS * M.D)
             matvec(s.gate_up, own + M.GATE_UP, s.x, own + M.H, s, M, 2 * M.F, M.H)
-            swiglu(s.h, s.gate_up, s, M.F)
-            matvec(s.x, own + M.DOWN, s.h, None, s, M, M.H, M.F)
+            matvec(s.x, own + M.DOWN, s.gate_up, None, s, M, M.H, M.F, True)
         matvec(s.logits, w.lm_head, s.x, w.norm + 0, s, M, M.V, M.H)
-        best = tl.argmax(tl.load(s.logits + i, mask=i < M.V, other=-1e30), 0)
-        pos += 1
+        pos, best = pos + 1, tl.argmax(tl.load(s.logits + i, mask=i < M.V, other=-1e30), 0)
         token = tl.where(pos < prompt, tl.load(tokens + pos), best)
         tl.store(tokens + pos, token)
-        meet(s.counter)

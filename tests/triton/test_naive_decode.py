@@ -27,7 +27,7 @@ from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
 
 SOURCE = ROOT / "docs/naive_decode.py"
-MOST_LINES = 71
+MOST_LINES = 60
 PROMPT, LIMIT = (3, 17, 12), 6
 
 
@@ -44,7 +44,6 @@ class Scratch(NamedTuple):
     qkv: Any
     a: Any
     gate_up: Any
-    h: Any
     logits: Any
     cache: Any
     counter: Any
@@ -72,7 +71,7 @@ def run(naive, spec, weights, stop, seed, memory):
     rope = torch.from_numpy(rope_table(spec.rope, d, 16))
     ends = (weights.load("embed"), torch.cat(layers), weights.load("norm"), weights.load("lm_head"))
     cache = torch.full((spec.num_layers, 2, kv_heads, 16, d), torch.nan)
-    vectors = (torch.full((n,), torch.nan) for n in (h, wide, heads * d, 2 * f, f, spec.vocab_size))
+    vectors = (torch.full((n,), torch.nan) for n in (h, wide, heads * d, 2 * f, spec.vocab_size))
     s = Scratch(*vectors, cache, torch.zeros(1, dtype=torch.int32))
     at = [2 * h]
     for size in (wide * h, h * heads * d, 2 * f * h, h * f):
@@ -80,7 +79,7 @@ def run(naive, spec, weights, stop, seed, memory):
     sizes = SimpleNamespace(
         H=h, HEADS=heads, KV_HEADS=kv_heads, D=d, F=f, V=spec.vocab_size, LAYERS=spec.num_layers,
         QKV=at[0], O=at[1], GATE_UP=at[2], DOWN=at[3], LAYER=at[4],
-        CONTEXT=16, EPS=spec.norm_eps, WIDE=64,
+        CONTEXT=16, EPS=spec.norm_eps, WIDE=64, PROGRAMS=2,
     )  # fmt: skip
     tokens = torch.zeros(LIMIT, dtype=torch.int32)
     tokens[: len(PROMPT)] = torch.tensor(PROMPT)
@@ -117,8 +116,8 @@ from triton.compiler import ASTSource
 import naive_decode
 
 w = namedtuple("W", "embed layers norm lm_head rope")(*["*fp32"] * 5)
-s = namedtuple("S", "x qkv a gate_up h logits cache counter")(*["*fp32"] * 7, "*i32")
-sizes = dict(H=64, HEADS=4, KV_HEADS=2, D=16, F=96, V=100, LAYERS=2, CONTEXT=16, EPS=1e-5, WIDE=128)
+s = namedtuple("S", "x qkv a gate_up logits cache counter")(*["*fp32"] * 6, "*i32")
+sizes = dict(H=64, HEADS=4, KV_HEADS=2, D=16, F=96, V=100, LAYERS=2, CONTEXT=16, EPS=1e-5, WIDE=128, PROGRAMS=132)
 sizes |= dict(QKV=128, O=8320, GATE_UP=12416, DOWN=24704, LAYER=30848)
 M = namedtuple("M", sizes)(**sizes)
 types = {"tokens": "*i32", "prompt": "i32", "limit": "i32", "stop": "i32", "w": w, "s": s, "M": "constexpr"}
