@@ -48,13 +48,3 @@ def test_waves_of_a_workgroup_that_no_barrier_parts_race():
     for memory in (PLAIN, memory_of(1)):
         with pytest.raises(Fault, match="a race for memory between waves of a workgroup"):
             right("raced", 1, memory)
-
-
-@pytest.mark.parametrize("name", ["early", "overwritten", "early_lds", "early_scalar"])
-def test_a_register_that_a_load_is_to_fill_is_touched_by_nothing_before_the_wait(name):
-    with pytest.raises(Fault, match=r"register \d+ is touched while a load is to fill it: no wait"):
-        right(name, 1, memory_of(1))
-
-
-def test_behind_the_wait_or_in_other_lanes_it_is_touched():
-    assert all(right("awaited", seed, memory_of(seed)) for seed in range(20))

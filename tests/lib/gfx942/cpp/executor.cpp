@@ -155,16 +155,15 @@ void gfx_workgroup(Machine* m, int gpu, int xcd, const i32* block, int lds_bytes
         Wave& w = g.waves[k];
         w.group = &g;
         w.pc = entry;
-        for (u32& s : w.sgpr) s = IN_FLIGHT;
-        std::memcpy(w.sgpr, sgprs, 4 * size_t(count));
+        for (int s = 0; s < count; s++) w.set_word(s, sgprs[s]);
         u64 exec = 0;
-        for (Row& row : w.row)
-            for (u32& lane : row.lane) lane = IN_FLIGHT;
+        Lanes<u32> indices;
         for (int l = 0; l < LANES; l++) {
             int t = int(k) * LANES + l;
             exec |= u64(t < threads) << l;
-            w.row[0].lane[l] = u32(t % block[0] | (t / block[0] % block[1]) << 10 | (t / block[0] / block[1]) << 20);
+            indices.lane[l] = u32(t % block[0] | (t / block[0] % block[1]) << 10 | (t / block[0] / block[1]) << 20);
         }
+        w.set_row(ROW, indices.lane, ALL);
         w.set_pair(EXEC, exec);
     }
     if (m->options.adversarial) {

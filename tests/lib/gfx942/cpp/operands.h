@@ -1,6 +1,8 @@
 // Operands of vector instructions as 64 values of a type, with all that an encoding may do to them on the way.
 #pragma once
 #include <cmath>
+#include <tuple>
+#include <utility>
 #include "state.h"
 
 template <class T> struct Lanes {
@@ -40,11 +42,7 @@ template <class T> inline u64 constant_bits(int code, i32 literal) {
 }
 
 template <class T> inline u64 scalar_bits(const Wave& w, int code, i32 literal) {
-    if (code < WAVE_SGPRS) {
-        touch(w, code);
-        if (sizeof(T) == 8) touch(w, code + 1);
-        return sizeof(T) == 8 ? w.pair(code) : w.sgpr[code];
-    }
+    if (code < WAVE_SGPRS) return sizeof(T) == 8 ? w.pair(code) : w.word(code);
     if (code == 251) return w.pair(VCC) == 0;
     if (code == 252) return w.exec() == 0;
     if (code == 253) return w.scc;
@@ -116,11 +114,10 @@ template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, La
         for (T& lane : room.lane) lane = value;
         return room.lane;
     }
-    touch(w, code, w.exec());
-    const u32* low = w.row[code - ROW].lane;
+    u64 exec = w.exec();
+    const u32* low = w.row(code, exec);
     if constexpr (sizeof(T) == 8) {
-        touch(w, code + 1, w.exec());
-        const u32* high = w.row[code - ROW + 1].lane;
+        const u32* high = w.row(code + 1, exec);
         if (k == 0 && i.dpp >= 0) throw Fault("DPP of 64-bit operands is not known");
         for (int l = 0; l < LANES; l++) room.lane[l] = bits_to<T>(low[l] | u64(high[l]) << 32);
         if (!plain)
@@ -128,7 +125,6 @@ template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, La
         return room.lane;
     }
     if (sizeof(T) == 4 && plain) return reinterpret_cast<const T*>(low);
-    u64 exec = w.exec();
     for (int l = 0; l < LANES; l++) {
         u32 bits = low[l];
         if (k == 0 && i.dpp >= 0) {
@@ -143,34 +139,24 @@ template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, La
     return room.lane;
 }
 
-inline void put(Row& row, const u32* value, u64 mask) {
-    if (mask == ~u64(0)) {
-        std::memcpy(row.lane, value, sizeof row.lane);
-        return;
-    }
-    for (int l = 0; l < LANES; l++) row.lane[l] = mask >> l & 1 ? value[l] : row.lane[l];
-}
-
 template <class T> inline void store(Wave& w, const Inst& i, const T* value, u64 mask) {
-    touch(w, i.dst, mask);
-    Row& to = w.row[i.dst - ROW];
     Lanes<u32> low, high;
     if constexpr (sizeof(T) == 8) {
-        touch(w, i.dst + 1, mask);
         for (int l = 0; l < LANES; l++) {
             u64 bits = bits_to<u64>(value[l]);
             low.lane[l] = u32(bits);
             high.lane[l] = u32(bits >> 32);
         }
-        put(to, low.lane, mask);
-        put(w.row[i.dst - ROW + 1], high.lane, mask);
+        w.set_row(i.dst, low.lane, mask);
+        w.set_row(i.dst + 1, high.lane, mask);
         return;
     }
+    const u32* old = w.row(i.dst, mask);
     for (int l = 0; l < LANES; l++) {
         u32 bits;
         if constexpr (sizeof(T) == 2) {
             bits = bits_to<u16>(value[l]);
-            if (i.opsel & 8) bits = bits << 16 | (to.lane[l] & 0xFFFF);
+            if (i.opsel & 8) bits = bits << 16 | (old[l] & 0xFFFF);
         } else if constexpr (sizeof(T) == 4) {
             bits = bits_to<u32>(value[l]);
         } else {
@@ -180,43 +166,24 @@ template <class T> inline void store(Wave& w, const Inst& i, const T* value, u64
             int width = i.dst_sel < 4 ? 8 : 16, shift = i.dst_sel < 4 ? 8 * i.dst_sel : 16 * (i.dst_sel - 4);
             u32 field = ((1u << width) - 1) << shift, placed = bits << shift & field;
             if (i.dst_unused == 0) bits = placed;
-            else if (i.dst_unused == 2) bits = placed | (to.lane[l] & ~field);
+            else if (i.dst_unused == 2) bits = placed | (old[l] & ~field);
             else throw Fault("SDWA that extends a sign is not known");
         }
         low.lane[l] = bits;
     }
-    put(to, low.lane, mask);
+    w.set_row(i.dst, low.lane, mask);
 }
 
 // ---- shapes of vector instructions: F maps the lanes' values ----
 
-template <class R, class A, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
-    Lanes<A> ra;
+template <class R, class... A, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
     Lanes<R> out;
-    const A* a = fetch<A>(w, i, 0, ra);
-    for (int l = 0; l < LANES; l++) out.lane[l] = f(a[l]);
-    store<R>(w, i, out.lane, written_lanes(w, i));
-}
-
-template <class R, class A, class B, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
-    Lanes<A> ra;
-    Lanes<B> rb;
-    Lanes<R> out;
-    const A* a = fetch<A>(w, i, 0, ra);
-    const B* b = fetch<B>(w, i, 1, rb);
-    for (int l = 0; l < LANES; l++) out.lane[l] = f(a[l], b[l]);
-    store<R>(w, i, out.lane, written_lanes(w, i));
-}
-
-template <class R, class A, class B, class C, class F> inline void vector_op(Wave& w, const Inst& i, F f) {
-    Lanes<A> ra;
-    Lanes<B> rb;
-    Lanes<C> rc;
-    Lanes<R> out;
-    const A* a = fetch<A>(w, i, 0, ra);
-    const B* b = fetch<B>(w, i, 1, rb);
-    const C* c = fetch<C>(w, i, 2, rc);
-    for (int l = 0; l < LANES; l++) out.lane[l] = f(a[l], b[l], c[l]);
+    auto all = [&]<int... K>(std::integer_sequence<int, K...>) {
+        std::tuple<Lanes<A>...> room;
+        std::tuple in(fetch<A>(w, i, K, std::get<K>(room))...);
+        for (int l = 0; l < LANES; l++) out.lane[l] = f(std::get<K>(in)[l]...);
+    };
+    all(std::make_integer_sequence<int, sizeof...(A)>());
     store<R>(w, i, out.lane, written_lanes(w, i));
 }
 

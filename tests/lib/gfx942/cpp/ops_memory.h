@@ -7,38 +7,22 @@ u64 clock_of(Machine&);
 
 enum Extend { WHOLE, LOW_HALF, HIGH_HALF };  // what becomes of a value narrower than a register
 
-inline void await(Wave& w, Flight& f, int code, int rows) {
-    f.rows = rows;
-    for (int r = 0; r < rows; r++) w.due[size_t(code + r)]++;
-}
-
-// A load's registers until it arrives.
-inline void poison(Wave& w, Flight& f, int code, int rows, u64 mask) {
-    await(w, f, code, rows);
-    for (int r = 0; r < rows; r++)
-        for (int l = 0; l < LANES; l++)
-            if (mask >> l & 1) w.row[code - ROW + r].lane[l] = IN_FLIGHT;
-}
-
 // ---- where each lane's bytes are ----
 
 inline void global_addresses(const Wave& w, const Inst& i, Flight& f) {
-    touch(w, i.addr, f.mask);
-    if (i.saddr < 0) touch(w, i.addr + 1, f.mask);
-    const u32* low = w.row[i.addr - ROW].lane;
+    const u32* low = w.row(i.addr, f.mask);
     u64 base = i.saddr >= 0 ? scalar_bits<u64>(w, i.saddr, 0) : 0;
-    const u32* high = i.saddr >= 0 ? nullptr : w.row[i.addr - ROW + 1].lane;
+    const u32* high = i.saddr >= 0 ? nullptr : w.row(i.addr + 1, f.mask);
     for (int l = 0; l < LANES; l++) f.addresses[l] = base + (low[l] | u64(high ? high[l] : 0) << 32) + i64(i.offset);
 }
 
 // Raw and strided buffers; lanes beyond num_records are left out.
 inline void buffer_addresses(const Wave& w, const Inst& i, Flight& f) {
-    int r = i.src[1];
-    u64 base = w.pair(r) & 0xFFFFFFFFFFFFull;
-    u32 stride = w.sgpr[r + 1] >> 16 & 0x3FFF, records = w.sgpr[r + 2];
+    u64 low = w.pair(i.src[1]), high = w.pair(i.src[1] + 2), base = low & 0xFFFFFFFFFFFFull;
+    u32 stride = low >> 48 & 0x3FFF, records = u32(high);
     u64 soffset = scalar_bits<u32>(w, i.src[2], 0);
-    const u32* first = i.addr >= 0 ? w.row[i.addr - ROW].lane : nullptr;
-    const u32* second = (i.flags & IDXEN) && (i.flags & OFFEN) ? w.row[i.addr - ROW + 1].lane : nullptr;
+    const u32* first = i.addr >= 0 ? w.row(i.addr, f.mask) : nullptr;
+    const u32* second = (i.flags & IDXEN) && (i.flags & OFFEN) ? w.row(i.addr + 1, f.mask) : nullptr;
     for (int l = 0; l < LANES; l++) {
         u64 index = i.flags & IDXEN ? first[l] : 0;
         u64 offset = i.flags & OFFEN ? (second ? second[l] : first[l]) : 0;
@@ -101,22 +85,25 @@ inline void check_memory_race(Machine& m, Wave& w, const Flight& f) {
 inline void load_op(Machine& m, Wave& w, const Inst& i, int bytes, Extend extend, Addresses addresses) {
     Flight f = flight(w, i, Flight::LOAD, bytes, addresses);
     u64 exec = w.exec();
-    f.words = {u32(extend), u32(exec), u32(exec >> 32)};
-    const Row& old = w.row[i.dst - ROW];
-    f.words.insert(f.words.end(), old.lane, old.lane + LANES);
-    poison(w, f, i.dst, std::max(1, bytes / 4), exec);
+    f.words = {u32(extend)};
+    if (extend != WHOLE) {
+        const u32* old = w.row(i.dst, exec);
+        f.words.insert(f.words.end(), old, old + LANES);
+    }
+    w.await(f, words_of(f), exec);
     check_memory_race(m, w, f);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 
 inline void store_op(Machine& m, Wave& w, const Inst& i, int bytes, int shift, Addresses addresses) {
     Flight f = flight(w, i, Flight::STORE, bytes, addresses);
-    for (int k = 0; k < std::max(1, bytes / 4); k++) touch(w, i.data + k, f.mask);
-    for (int l = 0; l < LANES; l++)
-        for (int k = 0; k < std::max(1, bytes / 4); k++) {
-            u32 word = w.row[i.data - ROW + k].lane[l] >> shift;
+    for (int k = 0; k < words_of(f); k++) {
+        const u32* row = w.row(i.data + k, f.mask);
+        for (int l = 0; l < LANES; l++) {
+            u32 word = row[l] >> shift;
             std::memcpy(&f.bytes_of[l * bytes + 4 * k], &word, std::min(4, bytes));
         }
+    }
     check_memory_race(m, w, f);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
@@ -130,10 +117,10 @@ inline void atomic_op(Machine& m, Wave& w, const Inst& i, int bytes, int operand
     u64 function = reinterpret_cast<u64>(modify);
     f.words = {u32(function), u32(function >> 32)};
     for (int k = 0; k < operands * bytes / 4; k++) {
-        const Row& row = w.row[i.data - ROW + k];
-        f.words.insert(f.words.end(), row.lane, row.lane + LANES);
+        const u32* row = w.row(i.data + k, f.mask);
+        f.words.insert(f.words.end(), row, row + LANES);
     }
-    if (i.flags & RETURNS) poison(w, f, i.dst, bytes / 4, f.mask);
+    if (i.flags & RETURNS) w.await(f, bytes / 4, f.mask);
     launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
 }
 
@@ -177,18 +164,17 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
     f.bytes = bytes;
     f.words = {u32(what), u32(step)};
     auto take = [&](int code) {
-        touch(w, code, f.mask);
-        const u32* lanes = w.row[code - ROW].lane;
-        f.words.insert(f.words.end(), lanes, lanes + LANES);
+        const u32* row = w.row(code, f.mask);
+        f.words.insert(f.words.end(), row, row + LANES);
     };
     bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = changes(what);
     take(i.addr);
-    int rows = std::max(1, bytes / 4);
+    int rows = words_of(f);
     if (writes || what == PERMUTE_FROM)
         for (int k = 0; k < rows; k++) take(i.data + k);
     if (what == WRITE_TWO)
         for (int k = 0; k < rows; k++) take(i.src[1] + k);
-    if (!writes) poison(w, f, i.dst, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
+    if (!writes) w.await(f, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
 }
 
@@ -223,7 +209,7 @@ inline void check_race(Wave& w, u32 first, const void* value, int bytes, bool ad
 inline void perform_lds(Wave& w, Flight& f) {
     const Inst& i = *f.inst;
     Lds what = Lds(f.words[0]);
-    int step = int(f.words[1]), rows = std::max(1, f.bytes / 4);
+    int step = int(f.words[1]), rows = words_of(f);
     std::vector<u8>& lds = w.group->lds;
     const u32* address = &f.words[2];
     const u32* data = &f.words[2 + LANES];
@@ -289,8 +275,7 @@ inline void scalar_load(Machine& m, Wave& w, const Inst& i, int words) {
         }
         std::memcpy(&f.words[k], from, 4);
     }
-    await(w, f, i.dst, words);
-    for (int k = 0; k < words; k++) w.sgpr[i.dst + k] = IN_FLIGHT;
+    w.await(f, words, ALL);
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
 }
 
@@ -300,43 +285,30 @@ inline void scalar_clock(Machine& m, Wave& w, const Inst& i) {
     f.inst = &i;
     u64 now = clock_of(m);
     f.words = {u32(now), u32(now >> 32)};
-    await(w, f, i.dst, 2);
-    w.set_pair(i.dst, u64(IN_FLIGHT) << 32 | IN_FLIGHT);
+    w.await(f, 2, ALL);
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
 }
 
-inline void arrive(Wave& w, Flight& f) {
-    const Inst& i = *f.inst;
-    for (int r = 0; r < f.rows; r++) w.due[size_t(i.dst + r)]--;
-    if (f.kind == Flight::SCALAR_LOAD) {
-        for (size_t k = 0; k < f.words.size(); k++) w.sgpr[i.dst + k] = f.words[k];
-    } else if (f.kind == Flight::LDS) {
-        Lds what = Lds(f.words[0]);
-        if (changes(what)) return;
-        int rows = std::max(1, f.bytes / 4) * (what == READ_TWO ? 2 : 1);
-        for (int r = 0; r < rows; r++) put(w.row[i.dst - ROW + r], &f.words[2 + r * LANES], f.mask);
-    } else if (f.kind == Flight::ATOMIC && (i.flags & RETURNS)) {
-        for (int r = 0; r < f.bytes / 4; r++) {
-            Lanes<u32> row;
-            for (int l = 0; l < LANES; l++) std::memcpy(&row.lane[l], &f.bytes_of[l * f.bytes + 4 * r], 4);
-            put(w.row[i.dst - ROW + r], row.lane, f.mask);
-        }
-    } else if (f.kind == Flight::LOAD) {
-        Extend extend = Extend(f.words[0]);
-        u64 exec = f.words[1] | u64(f.words[2]) << 32;
-        const u32* old = &f.words[3];
-        for (int r = 0; r < std::max(1, f.bytes / 4); r++) {
-            Lanes<u32> row;
-            for (int l = 0; l < LANES; l++) {
-                u32 word = 0;  // of a lane beyond a buffer's end
-                std::memcpy(&word, &f.bytes_of[l * f.bytes + 4 * r], std::min(4, f.bytes));
-                if (extend == LOW_HALF) word = (old[l] & 0xFFFF0000) | word;
-                if (extend == HIGH_HALF) word = (old[l] & 0xFFFF) | word << 16;
-                row.lane[l] = word;
-            }
-            put(w.row[i.dst - ROW + r], row.lane, exec);
-        }
+// What the lanes have found for register r of a load or an atomic.
+inline Lanes<u32> found(const Flight& f, int r) {
+    Extend extend = f.kind == Flight::LOAD ? Extend(f.words[0]) : WHOLE;
+    const u32* old = f.words.data() + 1;
+    Lanes<u32> row;
+    for (int l = 0; l < LANES; l++) {
+        u32 word = 0;  // of a lane beyond a buffer's end
+        std::memcpy(&word, &f.bytes_of[l * f.bytes + 4 * r], std::min(4, f.bytes));
+        if (extend == LOW_HALF) word = (old[l] & 0xFFFF0000) | word;
+        if (extend == HIGH_HALF) word = (old[l] & 0xFFFF) | word << 16;
+        row.lane[l] = word;
     }
+    return row;
+}
+
+inline void arrive(Wave& w, Flight& f) {
+    for (int r = 0; r < f.rows; r++)
+        if (f.kind == Flight::SCALAR_LOAD) w.fill(f, r, &f.words[r]);
+        else if (f.kind == Flight::LDS) w.fill(f, r, &f.words[2 + r * LANES]);
+        else w.fill(f, r, found(f, r).lane);
 }
 
 #define GLOBAL_LOAD(NAME, BYTES, EXTEND) \

@@ -86,7 +86,7 @@ inline void mixed_fma(Wave& w, const Inst& i, int half) {
     Inst plain = i;
     plain.neg = plain.abs = plain.opsel = 0;
     for (int k = 0; k < 3; k++) in[k] = fetch<u32>(w, plain, k, room[k]);
-    const Row& to = w.row[i.dst - ROW];
+    const u32* old = w.row(i.dst, w.exec());
     for (int l = 0; l < LANES; l++) {
         float value[3];
         for (int k = 0; k < 3; k++) {
@@ -99,42 +99,41 @@ inline void mixed_fma(Wave& w, const Inst& i, int half) {
         if (half < 0) out.lane[l] = bits_to<u32>(sum);
         else {
             u32 bits = bits_to<u16>(f16(sum));
-            out.lane[l] = half ? bits << 16 | (to.lane[l] & 0xFFFF) : bits | (to.lane[l] & 0xFFFF0000);
+            out.lane[l] = half ? bits << 16 | (old[l] & 0xFFFF) : bits | (old[l] & 0xFFFF0000);
         }
     }
     store<u32>(w, plain, out.lane, w.exec());
 }
 
-inline float bf16_value(u16 bits) { return bits_to<float>(u32(bits) << 16); }
+inline double bf16_value(u16 bits) { return bits_to<float>(u32(bits) << 16); }
+inline double f16_value(u16 bits) { return bits_to<f16>(bits); }
 
 // D[M][N] = A[M][K] B[K][N] + C, one block, over all lanes whatever EXEC says. Lane l holds row l % M of A (column of B)
 // and K / (64 / M) neighbouring values of it from (l / M) on; of D, column l % N and rows in groups of four.
-template <int M, int K, class Read> inline void matrix_op(Wave& w, const Inst& i, Read read) {
+template <int M, int K, class Value> inline void matrix_op(Wave& w, const Inst& i, Value value) {
     constexpr int PER = M * K / LANES, OUT = M * M / LANES;
     static_assert(M == 16 || M == 32);
     double a[M][K], b[M][K];
-    for (int l = 0; l < LANES; l++)
-        for (int j = 0; j < PER; j++) {
+    for (int j = 0; j < PER; j++) {
+        const u32 *of_a = w.row(i.src[0] + j / 2, ALL), *of_b = w.row(i.src[1] + j / 2, ALL);
+        for (int l = 0; l < LANES; l++) {
             int k = PER * (l / M) + j;
-            a[l % M][k] = read(w, i.src[0] - ROW, l, j);
-            b[l % M][k] = read(w, i.src[1] - ROW, l, j);
+            a[l % M][k] = value(u16(of_a[l] >> 16 * (j & 1)));
+            b[l % M][k] = value(u16(of_b[l] >> 16 * (j & 1)));
         }
-    float out[OUT][LANES];
-    for (int r = 0; r < OUT; r++)
+    }
+    Lanes<u32> out[OUT];
+    for (int r = 0; r < OUT; r++) {
+        const u32* c = i.src[2] >= ROW ? w.row(i.src[2] + r, ALL) : nullptr;
         for (int l = 0; l < LANES; l++) {
             int row = M == 32 ? 8 * (r / 4) + 4 * (l / 32) + r % 4 : 4 * (l / 16) + r, column = l % M;
-            double sum = i.src[2] >= ROW ? bits_to<float>(w.row[i.src[2] - ROW + r].lane[l])
-                                         : bits_to<float>(u32(scalar_bits<float>(w, i.src[2], 0)));
+            double sum = bits_to<float>(c ? c[l] : u32(scalar_bits<float>(w, i.src[2], 0)));
             for (int k = 0; k < K; k++) sum += a[row][k] * b[column][k];
-            out[r][l] = float(sum);
+            out[r].lane[l] = bits_to<u32>(float(sum));
         }
-    for (int r = 0; r < OUT; r++)
-        for (int l = 0; l < LANES; l++) w.row[i.dst - ROW + r].lane[l] = bits_to<u32>(out[r][l]);
+    }
+    for (int r = 0; r < OUT; r++) w.set_row(i.dst + r, out[r].lane, ALL);
 }
-
-inline u16 half_of(const Wave& w, int row, int lane, int j) { return u16(w.row[row + j / 2].lane[lane] >> 16 * (j & 1)); }
-inline double read_bf16(const Wave& w, int row, int lane, int j) { return bf16_value(half_of(w, row, lane, j)); }
-inline double read_f16(const Wave& w, int row, int lane, int j) { return double(bits_to<f16>(half_of(w, row, lane, j))); }
 
 #define PACKED32(NAME, SOURCES, EXPR)                                                       \
     {#NAME, [](Machine&, Wave& w, const Inst& i) {                                          \
@@ -144,8 +143,8 @@ inline double read_f16(const Wave& w, int row, int lane, int j) { return double(
     {#NAME, [](Machine&, Wave& w, const Inst& i) {                                          \
          packed_f16(w, i, SOURCES, [](f16 a, f16 b, [[maybe_unused]] f16 c) -> f16 { return EXPR; }); \
      }}
-#define MATRIX(NAME, M, K, READ) \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) { matrix_op<M, K>(w, i, READ); }}
+#define MATRIX(NAME, M, K, VALUE) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { matrix_op<M, K>(w, i, VALUE); }}
 
 static const Operation PACKED_OPERATIONS[] = {
     PACKED32(V_PK_ADD_F32, 2, a + b),
@@ -174,8 +173,8 @@ static const Operation PACKED_OPERATIONS[] = {
     {"V_FMA_MIX_F32", [](Machine&, Wave& w, const Inst& i) { mixed_fma(w, i, -1); }},
     {"V_FMA_MIXLO_F16", [](Machine&, Wave& w, const Inst& i) { mixed_fma(w, i, 0); }},
     {"V_FMA_MIXHI_F16", [](Machine&, Wave& w, const Inst& i) { mixed_fma(w, i, 1); }},
-    MATRIX(V_MFMA_F32_16X16X16_BF16, 16, 16, read_bf16),
-    MATRIX(V_MFMA_F32_32X32X8_BF16, 32, 8, read_bf16),
-    MATRIX(V_MFMA_F32_16X16X16_F16, 16, 16, read_f16),
-    MATRIX(V_MFMA_F32_32X32X8_F16, 32, 8, read_f16),
+    MATRIX(V_MFMA_F32_16X16X16_BF16, 16, 16, bf16_value),
+    MATRIX(V_MFMA_F32_32X32X8_BF16, 32, 8, bf16_value),
+    MATRIX(V_MFMA_F32_16X16X16_F16, 16, 16, f16_value),
+    MATRIX(V_MFMA_F32_32X32X8_F16, 32, 8, f16_value),
 };

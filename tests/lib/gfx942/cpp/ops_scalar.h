@@ -11,7 +11,7 @@ void wait_for(Machine&, Wave&, int vector, int scalar);
 
 template <class T> inline void set_scalar(Wave& w, int code, T value) {
     if constexpr (sizeof(T) == 8) w.set_pair(code, bits_to<u64>(value));
-    else w.sgpr[code] = bits_to<u32>(value);
+    else w.set_word(code, bits_to<u32>(value));
 }
 
 #define S1(NAME, R, A, EXPR, SCC)                                     \
@@ -39,7 +39,7 @@ template <class T> inline void set_scalar(Wave& w, int code, T value) {
 // With the 16 bits of the instruction as b, and the destination as a.
 #define S_SHORT(NAME, BODY)                                           \
     {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
-         [[maybe_unused]] i32 a = i32(w.sgpr[i.dst]), b = i16(i.offset); \
+         [[maybe_unused]] i32 a = i32(w.word(i.dst)), b = i16(i.offset); \
          BODY                                                         \
      }}
 // D = the lanes that were on; those that go on are `EXPR` of the operand a and them.
@@ -59,6 +59,13 @@ template <class T> inline void set_scalar(Wave& w, int code, T value) {
 inline bool overflows_add(u32 a, u32 b) { return __builtin_add_overflow_p(i32(a), i32(b), i32(0)); }
 inline bool overflows_sub(u32 a, u32 b) { return __builtin_sub_overflow_p(i32(a), i32(b), i32(0)); }
 inline int first_lane(u64 exec) { return exec ? __builtin_ctzll(exec) : 0; }
+// D = S1 and the bits of S0, a half of a mask from lane `first` on, that are of lanes below.
+inline void count_lower_lanes(Wave& w, const Inst& i, int first) {
+    Lanes<u32> ra, rb, out;
+    const u32 *a = fetch<u32>(w, i, 0, ra), *b = fetch<u32>(w, i, 1, rb);
+    for (int l = 0; l < LANES; l++) out.lane[l] = b[l] + __builtin_popcount(a[l] & low_bits(u32(most(l - first, 0))));
+    store<u32>(w, i, out.lane, w.exec());
+}
 
 static const Operation SCALAR_OPERATIONS[] = {
     S1(S_MOV_B32, u32, u32, a, scc),
@@ -134,10 +141,10 @@ static const Operation SCALAR_OPERATIONS[] = {
     S_COMPARE(S_BITCMP0_B32, u32, !(a >> (b & 31) & 1)),
     S_COMPARE(S_BITCMP1_B32, u32, a >> (b & 31) & 1),
     {"S_BITSET1_B32",
-     [](Machine&, Wave& w, const Inst& i) { w.sgpr[i.dst] |= 1u << (scalar<u32>(w, i, 0) & 31); }},
-    S_SHORT(S_MOVK_I32, w.sgpr[i.dst] = u32(b);),
-    S_SHORT(S_ADDK_I32, w.scc = overflows_add(u32(a), u32(b)); w.sgpr[i.dst] = u32(a) + u32(b);),
-    S_SHORT(S_MULK_I32, w.sgpr[i.dst] = u32(a) * u32(b);),
+     [](Machine&, Wave& w, const Inst& i) { w.set_word(i.dst, w.word(i.dst) | 1u << (scalar<u32>(w, i, 0) & 31)); }},
+    S_SHORT(S_MOVK_I32, w.set_word(i.dst, u32(b));),
+    S_SHORT(S_ADDK_I32, w.scc = overflows_add(u32(a), u32(b)); w.set_word(i.dst, u32(a) + u32(b));),
+    S_SHORT(S_MULK_I32, w.set_word(i.dst, u32(a) * u32(b));),
     S_SHORT(S_CMPK_EQ_I32, w.scc = a == b;),
     S_SHORT(S_CMPK_LG_I32, w.scc = a != b;),
     S_SHORT(S_CMPK_LT_I32, w.scc = a < b;),
@@ -170,32 +177,22 @@ static const Operation SCALAR_OPERATIONS[] = {
      }},
     {"S_GETREG_B32", [](Machine& m, Wave& w, const Inst& i) {
          int id = i.offset & 63, shift = i.offset >> 6 & 31, width = (i.offset >> 11 & 31) + 1;
-         w.sgpr[i.dst] = hardware_register(m, w, id) >> shift & low_bits(u32(width));
+         w.set_word(i.dst, hardware_register(m, w, id) >> shift & low_bits(u32(width)));
      }},
     {"V_READFIRSTLANE_B32", [](Machine&, Wave& w, const Inst& i) {
-         if (i.src[0] >= ROW) touch(w, i.src[0], u64(1) << first_lane(w.exec()));
-         w.sgpr[i.dst] = i.src[0] < ROW ? scalar<u32>(w, i, 0) : w.row[i.src[0] - ROW].lane[first_lane(w.exec())];
+         int from = first_lane(w.exec());
+         w.set_word(i.dst, i.src[0] < ROW ? scalar<u32>(w, i, 0) : w.row(i.src[0], u64(1) << from)[from]);
      }},
     {"V_READLANE_B32", [](Machine&, Wave& w, const Inst& i) {
          int from = scalar<u32>(w, i, 1) & 63;
-         touch(w, i.src[0], u64(1) << from);
-         w.sgpr[i.dst] = w.row[i.src[0] - ROW].lane[from];
+         w.set_word(i.dst, w.row(i.src[0], u64(1) << from)[from]);
      }},
     {"V_WRITELANE_B32", [](Machine&, Wave& w, const Inst& i) {
          int to = scalar<u32>(w, i, 1) & 63;
-         touch(w, i.dst, u64(1) << to);
-         w.row[i.dst - ROW].lane[to] = scalar<u32>(w, i, 0);
+         Lanes<u32> value = {};
+         value.lane[to] = scalar<u32>(w, i, 0);
+         w.set_row(i.dst, value.lane, u64(1) << to);
      }},
-    {"V_MBCNT_LO_U32_B32", [](Machine&, Wave& w, const Inst& i) {
-         Lanes<u32> ra, rb, out;
-         const u32 *a = fetch<u32>(w, i, 0, ra), *b = fetch<u32>(w, i, 1, rb);
-         for (int l = 0; l < LANES; l++) out.lane[l] = b[l] + __builtin_popcount(a[l] & low_bits(u32(least(l, 32))));
-         store<u32>(w, i, out.lane, w.exec());
-     }},
-    {"V_MBCNT_HI_U32_B32", [](Machine&, Wave& w, const Inst& i) {
-         Lanes<u32> ra, rb, out;
-         const u32 *a = fetch<u32>(w, i, 0, ra), *b = fetch<u32>(w, i, 1, rb);
-         for (int l = 0; l < LANES; l++) out.lane[l] = b[l] + __builtin_popcount(a[l] & low_bits(u32(most(l - 32, 0))));
-         store<u32>(w, i, out.lane, w.exec());
-     }},
+    {"V_MBCNT_LO_U32_B32", [](Machine&, Wave& w, const Inst& i) { count_lower_lanes(w, i, 0); }},
+    {"V_MBCNT_HI_U32_B32", [](Machine&, Wave& w, const Inst& i) { count_lower_lanes(w, i, 32); }},
 };

@@ -18,8 +18,9 @@ using i64 = int64_t;
 using f16 = _Float16;
 
 constexpr int LANES = 64, WAVE_SGPRS = 128, WAVE_ROWS = 512;
+constexpr u64 ALL = ~u64(0);  // lanes
 constexpr int VCC = 106, M0 = 124, EXEC = 126, LITERAL = 255, ROW = 256;  // operand codes of the ISA
-constexpr u32 IN_FLIGHT = 0x7FC07FC0;  // what a register holds until a wait covers its load: a NaN in every format
+constexpr u32 UNSET = 0x7FC07FC0;  // what a register holds that nothing has written: a NaN in every format
 
 enum Scope { WAVE_SCOPE = 0, WORKGROUP_SCOPE = 1, AGENT_SCOPE = 2, SYSTEM_SCOPE = 3 };  // sc0 | sc1 << 1
 enum Flag { OFFEN = 1, IDXEN = 2, RETURNS = 4 };
@@ -58,6 +59,7 @@ struct Flight {
     std::vector<u64> lines;
     std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found
     int rows = 0;                // registers from its destination on that it is to fill
+    u64 fills = 0;               // in these lanes
     std::vector<u32> words;      // what LDS or a scalar load is about: operands, then the result
 
     // For this compute unit alone; and not even atomically so.
@@ -65,22 +67,85 @@ struct Flight {
     bool plain() const { return local() && scope == WAVE_SCOPE; }
 };
 
+// In a row's lanes of the mask these values.
+inline void put(Row& row, const u32* value, u64 mask) {
+    if (mask == ALL) {
+        std::memcpy(row.lane, value, sizeof row.lane);
+        return;
+    }
+    for (int l = 0; l < LANES; l++) row.lane[l] = mask >> l & 1 ? value[l] : row.lane[l];
+}
+
 struct Wave {
     enum State { RUNNING, AT_BARRIER, ENDED } state = RUNNING;
     Workgroup* group = nullptr;
     i32 pc = 0;  // index into the code
     bool scc = false;
-    u32 sgpr[WAVE_SGPRS] = {};
-    std::vector<Row> row = std::vector<Row>(WAVE_ROWS);
     std::deque<Flight> vector_queue, scalar_queue;  // what vmcnt and lgkmcnt count
-    std::vector<u16> due = std::vector<u16>(ROW + WAVE_ROWS);  // in flight to fill each register, by its operand code
 
-    u64 pair(int code) const { return sgpr[code] | u64(sgpr[code + 1]) << 32; }
+    Wave() {
+        for (u32& s : sgpr_) s = UNSET;
+        for (Row& row : row_)
+            for (u32& lane : row.lane) lane = UNSET;
+    }
+
+    // Instructions read and write registers through these alone, by operand codes: a fault if a load is to fill one of
+    // them, in any of these lanes, which no wait has covered yet, whatever it holds meanwhile.
+    u32 word(int code) const {
+        touch(code, ALL);
+        return sgpr_[code];
+    }
+    u64 pair(int code) const { return word(code) | u64(word(code + 1)) << 32; }
+    void set_word(int code, u32 value) {
+        touch(code, ALL);
+        sgpr_[code] = value;
+    }
     void set_pair(int code, u64 value) {
-        sgpr[code] = u32(value);
-        sgpr[code + 1] = u32(value >> 32);
+        set_word(code, u32(value));
+        set_word(code + 1, u32(value >> 32));
     }
     u64 exec() const { return pair(EXEC); }
+    const u32* row(int code, u64 lanes) const {
+        touch(code, lanes);
+        return row_[code - ROW].lane;
+    }
+    void set_row(int code, const u32* value, u64 lanes) {
+        touch(code, lanes);
+        put(row_[code - ROW], value, lanes);
+    }
+
+    // A load is issued that is to fill so many registers. Another load may still be to fill one of them only where they
+    // come in order: those of one counter do, but for scalar loads.
+    void await(Flight& f, int rows, u64 lanes) {
+        f.rows = rows;
+        f.fills = lanes;
+        const std::deque<Flight>* in_order = f.kind == Flight::LDS ? &scalar_queue : &vector_queue;
+        if (f.kind == Flight::SCALAR_LOAD) in_order = nullptr;
+        for (int code = f.inst->dst; code < f.inst->dst + rows; code++) {
+            touch(code, lanes, in_order);
+            due_[size_t(code)]++;
+        }
+    }
+    // Register r of those has come.
+    void fill(const Flight& f, int r, const u32* value) {
+        int code = f.inst->dst + r;
+        due_[size_t(code)]--;
+        if (code < ROW) sgpr_[code] = *value;
+        else put(row_[code - ROW], value, f.fills);
+    }
+
+  private:
+    u32 sgpr_[WAVE_SGPRS];
+    std::vector<Row> row_ = std::vector<Row>(WAVE_ROWS);
+    std::vector<u16> due_ = std::vector<u16>(ROW + WAVE_ROWS);  // in flight to fill each register
+
+    void touch(int code, u64 lanes, const std::deque<Flight>* in_order = nullptr) const {
+        if (!due_[size_t(code)]) return;
+        for (const std::deque<Flight>* queue : {&vector_queue, &scalar_queue})
+            for (const Flight& f : *queue)
+                if (queue != in_order && code >= f.inst->dst && code < f.inst->dst + f.rows && f.fills & lanes)
+                    throw Fault("register " + std::to_string(code) + " is touched while a load is to fill it: no wait");
+    }
 };
 
 // Who touched a byte of LDS last, and between which barriers of the workgroup.
@@ -108,16 +173,6 @@ struct Workgroup {
     std::unordered_map<u64, MemoryUse> memory_use;
     int local_stores = 0;  // in flight
 };
-
-// An instruction touches a register, in these lanes: a fault if a load is to fill any of them, which no wait has covered
-// yet, whatever it finds there.
-inline void touch(const Wave& w, int code, u64 lanes = ~u64(0)) {
-    if (!w.due[size_t(code)]) return;
-    for (const std::deque<Flight>* queue : {&w.vector_queue, &w.scalar_queue})
-        for (const Flight& f : *queue)
-            if (code >= f.inst->dst && code < f.inst->dst + f.rows && (f.mask & lanes || f.kind == Flight::SCALAR_LOAD))
-                throw Fault("register " + std::to_string(code) + " is touched while a load is to fill it: no wait");
-}
 
 struct Machine;
 using Handler = void (*)(Machine&, Wave&, const Inst&);

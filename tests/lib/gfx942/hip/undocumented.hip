@@ -1,6 +1,6 @@
-// Each kernel but `aligned`, `met` and `awaited` relies on what no document of gfx942 promises: an order within one instruction, one line, one
-// counter; that what nobody loaded is in no cache; that a wave ends only once its stores have. Two workgroups, of which
-// the first writes and the second reads; `out` has a word a lane.
+// Each kernel but `aligned` and `met` relies on what no document of gfx942 promises: an order within one instruction, one
+// line, one counter; that what nobody loaded is in no cache; that a wave ends only once its stores have. Two workgroups,
+// of which the first writes and the second reads; `out` has a word a lane.
 typedef unsigned u32;
 typedef unsigned long long u64;
 typedef u32 u4 __attribute__((ext_vector_type(4)));
@@ -119,34 +119,4 @@ KERNEL raced(u32* words, u32* out) {
     asm volatile("" ::: "memory");
     u32 x = words[512 + 64 * B + T % 64];
     if (B == 1 && T < 64) out[T] = x;
-}
-
-// A register that a load is to fill is touched ahead of the wait: read, overwritten, filled by LDS, by a scalar load.
-// `awaited` touches it behind the wait, and ahead of the wait in lanes that the load leaves out.
-KERNEL early(u32* words, u32* out) {
-    u32 x;
-    asm volatile("global_load_dword %0, %1, off\nv_add_u32 %0, 0, %0\ns_waitcnt vmcnt(0)" : "=&v"(x) : "v"(words + T) : "memory");
-    out[T] = x;
-}
-KERNEL overwritten(u32* words, u32* out) {
-    u32 x;
-    asm volatile("global_load_dword %0, %1, off\nv_mov_b32 %0, 5\ns_waitcnt vmcnt(0)" : "=&v"(x) : "v"(words + T) : "memory");
-    out[T] = x;
-}
-KERNEL early_lds(u32* words, u32* out) {
-    u32 x;
-    asm volatile("ds_bpermute_b32 %0, %1, %1\nv_add_u32 %0, 0, %0\ns_waitcnt lgkmcnt(0)" : "=&v"(x) : "v"(4 * T) : "memory");
-    out[T] = x;
-}
-KERNEL early_scalar(u32* words, u32* out) {
-    u32 x;
-    asm volatile("s_load_dword %0, %1, 0x0\ns_add_u32 %0, %0, 0\ns_waitcnt lgkmcnt(0)" : "=&s"(x) : "s"(words) : "memory", "scc");
-    out[T] = x;
-}
-KERNEL awaited(u32* words, u32* out) {
-    u32 x = 5, y;
-    asm volatile("s_mov_b64 vcc, exec\ns_mov_b64 exec, 3\nglobal_load_dword %0, %1, off\ns_not_b64 exec, exec\nv_add_u32 %0, 0, %0\n"
-                 "s_mov_b64 exec, vcc\ns_waitcnt vmcnt(0)" : "+v"(x) : "v"(words + T) : "memory", "vcc", "scc");
-    asm volatile("global_load_dword %0, %1, off\ns_waitcnt vmcnt(0)\nv_add_u32 %0, %0, %2" : "=&v"(y) : "v"(words + T), "v"(x) : "memory");
-    out[T] = T < 2 ? y + 5 : y;
 }
