@@ -6,13 +6,13 @@
     {#NAME, [](Machine&, Wave& w, const Inst& i) { vector_op<R, A>(w, i, [](A a) -> R { return EXPR; }); }}
 #define V2(NAME, R, A, B, EXPR) \
     {#NAME, [](Machine&, Wave& w, const Inst& i) { vector_op<R, A, B>(w, i, [](A a, B b) -> R { return EXPR; }); }}
-#define V3(NAME, R, A, B, C, EXPR)                                                             \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                                             \
-         vector_op<R, A, B, C>(w, i, [](A a, B b, C c) -> R { return EXPR; });                 \
+#define V3(NAME, R, A, B, C, EXPR) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         vector_op<R, A, B, C>(w, i, [](A a, B b, C c) -> R { return EXPR; }); \
      }}
-#define CARRY(NAME, BODY)                                                                      \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                                             \
-         carry_op(w, i, [](u32 a, u32 b, [[maybe_unused]] u32 in, bool& carry) -> u32 { BODY });                \
+#define CARRY(NAME, BODY) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         carry_op(w, i, [](u32 a, u32 b, [[maybe_unused]] u32 in, bool& carry) -> u32 { BODY }); \
      }}
 
 inline u32 reverse_bits(u32 x) {

@@ -319,13 +319,13 @@ inline void arrive(Wave& w, Flight& f) {
     {"GLOBAL_STORE_" #NAME, [](Machine& m, Wave& w, const Inst& i) { store_op(m, w, i, BYTES, SHIFT, global_addresses); }}
 #define BUFFER_STORE(NAME, BYTES, SHIFT) \
     {"BUFFER_STORE_" #NAME, [](Machine& m, Wave& w, const Inst& i) { store_op(m, w, i, BYTES, SHIFT, buffer_addresses); }}
-#define ATOMIC(NAME, OPERANDS, EXPR)                                                                                  \
-    {"GLOBAL_ATOMIC_" #NAME,                                                                                          \
-     [](Machine& m, Wave& w, const Inst& i) {                                                                         \
-         atomic_op(m, w, i, 4, OPERANDS, [](u64 old, u64 a, [[maybe_unused]] u64 b) -> u64 { return EXPR; });         \
-     }},                                                                                                              \
-        {"GLOBAL_ATOMIC_" #NAME "_X2", [](Machine& m, Wave& w, const Inst& i) {                                       \
-             atomic_op(m, w, i, 8, OPERANDS, [](u64 old, u64 a, [[maybe_unused]] u64 b) -> u64 { return EXPR; });     \
+#define ATOMIC(NAME, OPERANDS, EXPR) \
+    {"GLOBAL_ATOMIC_" #NAME, \
+     [](Machine& m, Wave& w, const Inst& i) { \
+         atomic_op(m, w, i, 4, OPERANDS, [](u64 old, u64 a, [[maybe_unused]] u64 b) -> u64 { return EXPR; }); \
+     }}, \
+        {"GLOBAL_ATOMIC_" #NAME "_X2", [](Machine& m, Wave& w, const Inst& i) { \
+             atomic_op(m, w, i, 8, OPERANDS, [](u64 old, u64 a, [[maybe_unused]] u64 b) -> u64 { return EXPR; }); \
          }}
 #define LDS(NAME, WHAT, BYTES, STEP) \
     {#NAME, [](Machine& m, Wave& w, const Inst& i) { lds_op(m, w, i, WHAT, BYTES, STEP); }}

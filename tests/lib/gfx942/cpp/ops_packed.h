@@ -135,12 +135,12 @@ template <int M, int K, class Value> inline void matrix_op(Wave& w, const Inst& 
     for (int r = 0; r < OUT; r++) w.set_row(i.dst + r, out[r].lane, ALL);
 }
 
-#define PACKED32(NAME, SOURCES, EXPR)                                                       \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                                          \
+#define PACKED32(NAME, SOURCES, EXPR) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
          packed_f32(w, i, SOURCES, [](float a, float b, [[maybe_unused]] float c) -> float { return EXPR; }); \
      }}
-#define PACKED16(NAME, SOURCES, EXPR)                                                       \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                                          \
+#define PACKED16(NAME, SOURCES, EXPR) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
          packed_f16(w, i, SOURCES, [](f16 a, f16 b, [[maybe_unused]] f16 c) -> f16 { return EXPR; }); \
      }}
 #define MATRIX(NAME, M, K, VALUE) \

@@ -14,45 +14,45 @@ template <class T> inline void set_scalar(Wave& w, int code, T value) {
     else w.set_word(code, bits_to<u32>(value));
 }
 
-#define S1(NAME, R, A, EXPR, SCC)                                     \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
-         A a = scalar<A>(w, i, 0);                                    \
-         R d = EXPR;                                                  \
-         [[maybe_unused]] bool scc = w.scc;                           \
-         w.scc = SCC;                                                 \
-         set_scalar<R>(w, i.dst, d);                                  \
+#define S1(NAME, R, A, EXPR, SCC) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         A a = scalar<A>(w, i, 0); \
+         R d = EXPR; \
+         [[maybe_unused]] bool scc = w.scc; \
+         w.scc = SCC; \
+         set_scalar<R>(w, i.dst, d); \
      }}
-#define S2(NAME, R, A, B, EXPR, SCC)                                  \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
-         A a = scalar<A>(w, i, 0);                                    \
-         B b = scalar<B>(w, i, 1);                                    \
-         [[maybe_unused]] bool scc = w.scc;                           \
-         R d = EXPR;                                                  \
-         w.scc = SCC;                                                 \
-         set_scalar<R>(w, i.dst, d);                                  \
+#define S2(NAME, R, A, B, EXPR, SCC) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         A a = scalar<A>(w, i, 0); \
+         B b = scalar<B>(w, i, 1); \
+         [[maybe_unused]] bool scc = w.scc; \
+         R d = EXPR; \
+         w.scc = SCC; \
+         set_scalar<R>(w, i.dst, d); \
      }}
-#define S_COMPARE(NAME, A, EXPR)                                      \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
-         A a = scalar<A>(w, i, 0), b = scalar<A>(w, i, 1);            \
-         w.scc = EXPR;                                                \
+#define S_COMPARE(NAME, A, EXPR) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         A a = scalar<A>(w, i, 0), b = scalar<A>(w, i, 1); \
+         w.scc = EXPR; \
      }}
 // With the 16 bits of the instruction as b, and the destination as a.
-#define S_SHORT(NAME, BODY)                                           \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
+#define S_SHORT(NAME, BODY) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
          [[maybe_unused]] i32 a = i32(w.word(i.dst)), b = i16(i.offset); \
-         BODY                                                         \
+         BODY \
      }}
 // D = the lanes that were on; those that go on are `EXPR` of the operand a and them.
-#define SAVE_EXEC(NAME, EXPR)                                         \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
-         u64 a = scalar<u64>(w, i, 0), exec = w.exec(), next = EXPR;  \
-         w.set_pair(i.dst, exec);                                     \
-         w.set_pair(EXEC, next);                                      \
-         w.scc = next != 0;                                           \
+#define SAVE_EXEC(NAME, EXPR) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         u64 a = scalar<u64>(w, i, 0), exec = w.exec(), next = EXPR; \
+         w.set_pair(i.dst, exec); \
+         w.set_pair(EXEC, next); \
+         w.scc = next != 0; \
      }}
-#define BRANCH(NAME, CONDITION)                                       \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) {                    \
-         if (CONDITION) w.pc = i.target;                              \
+#define BRANCH(NAME, CONDITION) \
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { \
+         if (CONDITION) w.pc = i.target; \
      }}
 #define NOTHING(NAME) {#NAME, [](Machine&, Wave&, const Inst&) {}}
 

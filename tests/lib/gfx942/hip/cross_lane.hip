@@ -8,18 +8,18 @@ typedef _Float16 v4h __attribute__((ext_vector_type(4))); typedef short v4s __at
 typedef u32 v2 __attribute__((ext_vector_type(2))); typedef u32 v3 __attribute__((ext_vector_type(3)));
 typedef u32 v4 __attribute__((ext_vector_type(4)));
 
-#define DPP(NAME, CONTROL)                                                                           \
-    KERNEL dpp_##NAME##_keep(const u32* a, u32* o) {                                                 \
-        o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, false);                    \
-    }                                                                                                \
-    KERNEL dpp_##NAME##_zero(const u32* a, u32* o) {                                                 \
-        o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, true);                     \
-    }                                                                                                \
-    KERNEL dpp_##NAME##_keep_odd(const u32* a, u32* o) {                                             \
-        if (T & 1) o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, false);         \
-    }                                                                                                \
-    KERNEL dpp_##NAME##_zero_odd(const u32* a, u32* o) {                                             \
-        if (T & 1) o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, true);          \
+#define DPP(NAME, CONTROL) \
+    KERNEL dpp_##NAME##_keep(const u32* a, u32* o) { \
+        o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, false); \
+    } \
+    KERNEL dpp_##NAME##_zero(const u32* a, u32* o) { \
+        o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, true); \
+    } \
+    KERNEL dpp_##NAME##_keep_odd(const u32* a, u32* o) { \
+        if (T & 1) o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, false); \
+    } \
+    KERNEL dpp_##NAME##_zero_odd(const u32* a, u32* o) { \
+        if (T & 1) o[T] = __builtin_amdgcn_update_dpp(o[T], a[T], CONTROL, 0xf, 0xf, true); \
     }
 DPP(quad_perm, 0x4e)
 DPP(row_shl_3, 0x103)
@@ -36,11 +36,11 @@ DPP(row_bcast_15, 0x142)
 DPP(row_bcast_31, 0x143)
 DPP(row_newbcast_6, 0x156)
 
-#define SWIZZLE(NAME, PATTERN)                                                                       \
+#define SWIZZLE(NAME, PATTERN) \
     KERNEL swizzle_##NAME(const u32* a, u32* o) { o[T] = __builtin_amdgcn_ds_swizzle(a[T], PATTERN); } \
-    KERNEL swizzle_##NAME##_low(const u32* a, u32* o) {                                              \
-        u32 x = a[T];                                                                                \
-        if (T < 40) o[T] = __builtin_amdgcn_ds_swizzle(x, PATTERN);                                  \
+    KERNEL swizzle_##NAME##_low(const u32* a, u32* o) { \
+        u32 x = a[T]; \
+        if (T < 40) o[T] = __builtin_amdgcn_ds_swizzle(x, PATTERN); \
     }
 SWIZZLE(xor_1, 0x41f)
 SWIZZLE(xor_16, 0x401f)

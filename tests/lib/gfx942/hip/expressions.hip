@@ -3,19 +3,19 @@
 #include "inputs.h"
 
 #define KERNEL extern "C" __attribute__((global)) void
-#define BY_LANE(NAME, TYPE, EXPRESSION)                                                        \
-    KERNEL v_##NAME(const Input* in, TYPE* out) {                                              \
+#define BY_LANE(NAME, TYPE, EXPRESSION) \
+    KERNEL v_##NAME(const Input* in, TYPE* out) { \
         const int t = __builtin_amdgcn_workgroup_id_x() * 64 + __builtin_amdgcn_workitem_id_x(); \
-        const Input x = in[t];                                                                 \
-        NAMES                                                                                  \
-        out[t] = EXPRESSION;                                                                   \
+        const Input x = in[t]; \
+        NAMES \
+        out[t] = EXPRESSION; \
     }
-#define BY_GROUP(NAME, TYPE, EXPRESSION)                                                       \
-    KERNEL s_##NAME(const Input* __restrict in, TYPE* __restrict out) {                        \
-        const int t = __builtin_amdgcn_workgroup_id_x();                                       \
-        const Input x = in[t];                                                                 \
-        NAMES                                                                                  \
-        out[t] = EXPRESSION;                                                                   \
+#define BY_GROUP(NAME, TYPE, EXPRESSION) \
+    KERNEL s_##NAME(const Input* __restrict in, TYPE* __restrict out) { \
+        const int t = __builtin_amdgcn_workgroup_id_x(); \
+        const Input x = in[t]; \
+        NAMES \
+        out[t] = EXPRESSION; \
     }
 #define BOTH(NAME, TYPE, EXPRESSION) BY_LANE(NAME, TYPE, EXPRESSION) BY_GROUP(NAME, TYPE, EXPRESSION)
 #define EACH(NAME, TYPE, HERE, THERE) BOTH(NAME, TYPE, HERE)
