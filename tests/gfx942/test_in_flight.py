@@ -1,12 +1,17 @@
-"""A register that a load is to fill is touched by no instruction ahead of the wait: each way is a fault."""
+"""A register that a load is to fill is touched by no instruction ahead of the wait: each way is a fault as it runs, and
+found on every way that machine code may take (waits.py)."""
 
 import functools
 
 import numpy as np
 import pytest
 
-from tests.lib.gfx942 import clang
+from kog_triton.backends.cuda.layout.header import render
+from tests.lib.gfx942 import clang, hip_columns, hip_kernel
 from tests.lib.gfx942.executor import WEAK, Buffer, Fault, Kernel, Launch
+from tests.lib.gfx942.triton_cases import ALL as MODELS
+from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, VARIANTS, compiled
+from tests.lib.gfx942.waits import touched_early
 
 # v[2:3] and s[4:5] are an address, as s[12:15] of a buffer; v1 is 0, an address of LDS.
 START = "v_mov_b32 v1, 0; s_mov_b64 s[12:13], s[4:5]; s_movk_i32 s14, 0x100; s_mov_b32 s15, 0; "
@@ -131,3 +136,31 @@ def test_no_instruction_touches_a_register_in_flight(case):
 @pytest.mark.parametrize("case", cases(ALLOWED), ids=": ".join)
 def test_what_is_in_order_or_in_other_lanes_needs_no_wait(case):
     assert not faults("early", case)
+
+
+@pytest.mark.parametrize("case", cases(TOUCHES), ids=": ".join)
+def test_the_walk_finds_what_the_executor_does(case):
+    number = ALL.index(case)
+    assert touched_early(code_object(), f"early{number}")
+    assert not touched_early(code_object(), f"awaited{number}")
+
+
+@pytest.mark.parametrize("name", [*CASES, "llama-3.2-1b"])
+def test_no_way_through_the_hip_kernels_touches_one_early(name):
+    one = MODELS[name]
+    layout = hip_kernel.layout_of(one.spec, one.num_blocks, one.max_context)
+    assert touched_early(hip_kernel.compiled(render(layout)), hip_kernel.KERNEL) == []
+    layout = hip_columns.layout_of(one.spec, 2, one.num_blocks, one.max_context)
+    assert touched_early(hip_columns.compiled(render(layout)), hip_columns.KERNEL) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *((name, variant) for name in CASES for variant in VARIANTS),
+        *(pytest.param(*full, marks=pytest.mark.slow) for full in FULL_OBJECTS),
+    ],
+)
+def test_no_way_through_the_triton_kernel_touches_one_early(name, variant):
+    made = compiled(name, variant).code_object
+    assert [touched_early(made, kernel) for kernel in made.kernels] == [[]]

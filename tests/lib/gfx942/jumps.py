@@ -27,7 +27,7 @@ def blocks_of(code: Code, begins: Iterable[int]) -> Blocks:
             to = index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
             goes[i] = [to] if name == "S_BRANCH" else [to, i + 1]
         elif name == "S_SETPC_B64":
-            goes[i] = [index[_far_target(code, i - 3)]]
+            goes[i] = [index[far_target(code, i - 3)]]
             inside.update(range(i - 2, i + 1))
     for i, (at, name, _) in enumerate(code):
         if name == "S_GETPC_B64" and i + 1 not in inside:
@@ -44,7 +44,7 @@ def blocks_of(code: Code, begins: Iterable[int]) -> Blocks:
     }
 
 
-def _far_target(code: Code, first: int) -> int:
+def far_target(code: Code, first: int) -> int:
     """The byte that the jump of four instructions from `first` on goes to."""
     at, name, inst = code[first + 3]
     jump = code[max(first, 0) : first + 4]
