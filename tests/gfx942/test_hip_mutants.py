@@ -39,6 +39,17 @@ WIDE_BARRIERS = [
     "choose > publish_best > sum_over_block > sync_consumers",
     "choose > publish_candidate > sync_consumers",
 ]
+# What "split" ran without: there what waves without ids keep never changes, and one wave looks at all blocks.
+OTHERS = [
+    ("wide", "no wait for lgkmcnt in run_head > choose > publish_candidate > sync_consumers"),
+    ("wide", "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers"),
+    ("wide", "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers"),
+    ("wide", "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers"),
+    ("many", "no wait for lgkmcnt in find_place > sync_consumers"),
+    ("many", "a wait for lgkmcnt but one in find_place > sync_consumers"),
+    ("many", "no barrier in find_place > sync_consumers"),
+    ("many", "no barrier in run_head > choose > check_argmax > gather_shares > sync_consumers"),
+]  # fmt: skip
 # Words of two GPUs: who stores them into the other's memory, and who waits for them there.
 RANK_KINDS = [
     ("of a narrower scope", "push", "store_relaxed"),
@@ -78,6 +89,12 @@ def test_a_barrier_between_warps_that_share_a_blocks_ids_is_missed(where):
     }.get(where, 1)
     for mutant in found:
         assert caught("wide", mutant, 12), mutant.at
+
+
+@pytest.mark.parametrize(("case", "where"), OTHERS)
+def test_what_a_request_lives_without_another_model_misses(case, where):
+    first = next(m for m in tried(case) if place(case, m) == where)
+    assert "a race for byte" in caught(case, first, 8)
 
 
 def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():

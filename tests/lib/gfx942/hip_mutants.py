@@ -64,25 +64,34 @@ WIDE_ASKED = {
         ),
         WIDE_PROMPT,
     ),
+    "wide top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=5), WIDE_PROMPT),
 }
+# What blocks say of their places, and of a token, is gathered by one wave where there are up to 64.
+MANY = plain(1, vocab_size=300, hidden_size=640, intermediate_size=64, num_heads=4, head_dim=8)
+MANY_BLOCKS = 80
+MANY_ASKED = {"many": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=3), (70,))}
 REQUESTS = {
     "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE),
     "wide": tuple(WIDE_ASKED),
+    "many": tuple(MANY_ASKED),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
 }
 # Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
 ARGUED = {
     "no barrier in sync_consumers": "behind init_block: what it writes is read behind find_place's own barriers",
-    "no barrier in find_place > sync_consumers": "the first: up to 64 blocks are one wave's (more: not run); the"
+    "no barrier in find_place > sync_consumers": "the first: up to 64 blocks are one wave's (of 'many' caught); the"
     " last: the block's number is read behind the barrier of the kernel's entry, which comes next",
     "no barrier in any_consumer > sync_consumers": "the second: a step's barriers stand before the next call",
     "no barrier in run_layers_ahead > run_layer > attention > join_splits > join_many > sync_consumers": "the join puts"
     " sums into shared memory only where there are more than kJoined splits: not with 8 blocks",
     "no barrier in run_head > head_rows > run_rows > sync_consumers": "of a block without rows, which reads nothing"
     " that it staged",
-    "no barrier in run_head > choose > check_argmax > gather_shares > sync_consumers": "one warp gathers up to 32"
-    " blocks' shares, the one that has read the sums; more than 64 blocks, of two waves, are not run",
+    "no barrier in run_head > choose > check_argmax > gather_shares > sync_consumers": "up to 64 blocks' shares are"
+    " gathered by one wave, the one that has read the sums (of 'many', whose two gather, caught)",
+    "a wait for lgkmcnt but one in run_head > choose > check_argmax > gather_top_p_check > sync_consumers": "the first:"
+    " it leaves the host's word in flight, which nobody reads ahead of the next barrier, where all wait for LDS; of"
+    " more than 64 blocks another wave's best id, too, which is read there where two keys are equal",
     "no barrier in run_head > choose > publish_best > sync_consumers": "the second: the sums' 16 words lie below those"
     " that other waves write (2 * kMostLogprobs up); the third: choose has a barrier before the scratch is used again",
     "no barrier in run_head > choose > publish_ahead > sync_consumers": "as publish_best's second",
@@ -113,6 +122,8 @@ def walk(case: str) -> HipWalk:
         return _ranks_walk()
     if case == "wide":
         return _wide_walk()
+    if case == "many":
+        return _many_walk()
     return hip_requests.split_walk() if case == "split" else hip_requests.walk(case)
 
 
@@ -122,17 +133,22 @@ def _wide_walk() -> HipWalk:
 
 
 @cache
+def _many_walk() -> HipWalk:
+    return HipWalk(MANY, ArrayWeights(MANY), MANY_BLOCKS)
+
+
+@cache
 def _ranks_walk() -> HipRankWalk:
     return HipRankWalk(RANKS, ArrayWeights(RANKS), 2, 4)
 
 
 def _spec(case: str) -> ModelSpec:
-    own = {"split": hip_requests.SPLIT, "ranks": RANKS, "wide": WIDE}
+    own = {"split": hip_requests.SPLIT, "ranks": RANKS, "wide": WIDE, "many": MANY}
     return own[case] if case in own else CASES[case].spec
 
 
 def asked(name: str) -> Asked:
-    return (ASKED | MORE | WIDE_ASKED)[name]
+    return (ASKED | MORE | WIDE_ASKED | MANY_ASKED)[name]
 
 
 def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple[Any, np.ndarray]:
