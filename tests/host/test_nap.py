@@ -1,4 +1,4 @@
-"""How a caller waits for a token: in naps first, on a clock that only naps move; and when the host looks for it."""
+"""How a caller waits for a token: in naps first, on a clock that only naps move."""
 
 import threading
 import time
@@ -13,14 +13,9 @@ from kog_triton.backends.mailbox import Inbox, Step
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
-        self.slept: list[float] = []
 
     def perf_counter(self) -> float:
         return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept.append(seconds)
 
 
 class Queue:
@@ -150,45 +145,3 @@ def test_a_queue_of_python_is_waited_for_as_such():
         pace.get_awake(queue, 1e-3)
     threading.Timer(2 * pace.NAPPING_S, queue.put, [5]).start()
     assert pace.get_awake(queue, None) == 5
-
-
-# ---- the host ----
-
-
-def paced(clock: Clock, step: float, tokens: int = 8) -> pace.Pace:
-    """A Pace that was told that many tokens, one every `step` seconds, the last one now."""
-    host = pace.Pace()
-    for _ in range(tokens):
-        host.told(1)
-        clock.now += step - pace.AGAIN_S
-    clock.now -= step - pace.AGAIN_S
-    clock.slept.clear()
-    return host
-
-
-def test_the_lock_is_free_at_once_for_who_waits_for_a_token(clock):
-    pace.Pace().told(1)
-    assert clock.slept == [pace.AGAIN_S]
-
-
-@pytest.mark.parametrize("step", [1e-4, 3e-4, 1e-3])
-def test_the_host_sleeps_until_shortly_before_the_next_token(clock, step):
-    host, told = paced(clock, step), clock.now - pace.AGAIN_S
-    host.wait(False, lambda: True)
-    early = max(pace.EARLY * step, pace.EARLY_S)
-    until = max(told + step - early, told + pace.AGAIN_S + pace.FINE_S)
-    assert clock.now == pytest.approx(until, abs=1e-9) and len(clock.slept) == 1
-
-
-def test_it_then_looks_often_and_less_often_once_the_token_is_late(clock):
-    host, due = paced(clock, 1e-3), clock.now - pace.AGAIN_S + 1e-3
-    while clock.now < due + 2e-3:
-        host.wait(False, lambda: False)
-    fine = [s for s in clock.slept if s == pace.FINE_S]
-    assert sum(fine) == pytest.approx(1.5e-3, rel=0.1) and clock.slept[-1] == pace.COARSE_S
-
-
-def test_a_launch_that_may_end_is_looked_at_often(clock):
-    host = paced(clock, 1e-3)
-    host.wait(True, lambda: True)
-    assert clock.slept == [pace.FINE_S]

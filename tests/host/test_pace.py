@@ -16,6 +16,7 @@ class World:
         self.now, self.naps, self.hiccup, self.told = 0.0, 0, hiccup, 0
         clock = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(pace, "time", clock)
+        self.host = pace.Pace()
 
     def sleep(self, seconds):
         if self.now > self.hiccup:
@@ -29,12 +30,15 @@ class World:
 
     def late(self, tokens):
         """How late each token is told."""
-        late, wait = [], pace.Pace()
+        late, host = [], self.host
         while self.told < tokens:
             new = self.waits()
             late += [self.now - (self.told + i + 1) * STEP for i in range(new)]
             self.told += new
-            wait.wait(new, False, self.waits)
+            if new:
+                host.told(new)
+            else:
+                host.wait(False, self.waits)
         return late
 
 
@@ -45,9 +49,9 @@ def test_a_token_is_told_at_once_and_the_host_sleeps_until_it_is_due(monkeypatch
     assert world.naps < 100 * (4 + 1.5 * pace.EARLY * STEP / pace.FINE_S)
 
 
-def test_looks_begin_as_early_for_short_steps(monkeypatch):
-    """More than half a step of two GPUs, and no more than a step; each look takes FINE_S."""
-    for step, early in ((300e-6, pace.EARLY_S), (150e-6, 150e-6)):
+def test_looks_begin_as_early_as_steps_ask(monkeypatch):
+    """More than half a step of two GPUs, half of a longer one, and no more than a step; each look takes FINE_S."""
+    for step, early in ((1e-3, pace.EARLY * 1e-3), (300e-6, pace.EARLY_S), (150e-6, 150e-6)):
         monkeypatch.setattr(f"{__name__}.STEP", step)
         world = World(monkeypatch)
         world.late(100)
@@ -61,14 +65,27 @@ def test_one_that_is_told_late_makes_no_other_late(monkeypatch):
 
 
 def test_a_launch_that_may_end_is_looked_at_often(monkeypatch):
-    world, wait = World(monkeypatch), pace.Pace()
-    for _ in range(5):
-        world.now += STEP
-        wait.wait(1, False, lambda: False)
-    begun = world.now
-    wait.wait(1, True, lambda: False)
-    wait.wait(0, True, lambda: world.now > begun + 100e-6)
-    assert world.now - begun < 100e-6 + pace.AGAIN_S + 2 * pace.FINE_S
+    world = World(monkeypatch)
+    world.late(5)
+    host, begun = world.host, world.now
+    host.wait(True, lambda: world.now > begun + 100e-6)
+    assert world.now - begun < 100e-6 + 2 * pace.FINE_S
+
+
+def test_the_lock_is_free_at_once_for_who_waits_for_a_token(monkeypatch):
+    world = World(monkeypatch)
+    world.host.told(1)
+    assert world.now == pace.AGAIN_S
+
+
+def test_a_token_that_is_late_by_a_step_is_looked_for_less_often(monkeypatch):
+    world = World(monkeypatch)
+    world.late(20)
+    due, world.naps = world.now - pace.AGAIN_S + STEP, 0
+    while world.now < due + 2e-3:
+        world.host.wait(False, lambda: False)
+    fine, coarse = (pace.EARLY + 1) * STEP / pace.FINE_S, (2e-3 - STEP) / pace.COARSE_S
+    assert world.naps == pytest.approx(fine + coarse, rel=0.1)
 
 
 @pytest.mark.skipif(pace._prctl is None, reason="Linux alone rounds sleeps")
