@@ -26,7 +26,7 @@ def meet(s, M: tl.constexpr):
 
 @triton.jit
 def matvec(y, w, x, gain, s, M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GATED=False):
-    """y = w @ rms_norm(x) of w [ROWS, COLS]; without a gain, y += w @ x, or of GATED x, w @ (swish(gate) * up)."""
+    """y = w @ rms_norm(x) of w [ROWS, COLS]; without a gain, y += w @ x. GATED: x is swish(gate) * up, read as both."""
     k = tl.arange(0, M.WIDE)
     v = tl.load(x + k, mask=k < COLS, other=0.0)
     if GATED:

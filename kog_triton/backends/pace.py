@@ -7,8 +7,9 @@ the caller's thread needs to get the token, and one that misses its chance waits
 A scripted device of 560 us a token on two loaded CPU cores (p99/p50 1.05 of its own): p99/p50 of arrivals in the
 caller's thread 1.44 for looks every 105 us, 1.18 for exact 50 us, 1.16 so; tokens were 164, 100 and 84 us late.
 
-Whoever waits for a token gets it when it is put into a queue, if the core is awake: one on which nobody runs falls
-asleep. So that thread waits in naps first, `get_awake`. Since it then needs the lock, the host lets go of it at once.
+A thread that waits for a token gets it as soon as it is put into a queue, if its core is awake: a core on which nobody
+runs falls asleep. So the thread waits in naps first (`get_awake`). To go on it needs the lock, which the host lets go
+of at once (`Pace.told`).
 What each of these gave beside an H200: benchmarks/cuda-log.md#arrivals.
 """
 
@@ -31,7 +32,9 @@ GROWTH = 1.1  # of what is taken for a step, from one to the next
 KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
 FINE_S = 10e-6  # between glances around that time
 COARSE_S = 50e-6  # and once it is overdue by a step: a prompt, or a mask that others wait for
-AGAIN_S = 20e-6  # after a token: those of other requests may be on their way
+AGAIN_S = (
+    20e-6  # after a token, for its caller to take the lock; other requests' may be on their way
+)
 LONGEST_S = 500e-6  # without a look: what the caller has to say waits so long
 ENDING_S = 2e-3  # that a kernel may take to end when it has said its last
 NAP_S = 50e-6  # of who waits for a token: a core that sleeps no longer wakes at once
@@ -47,18 +50,18 @@ class Pace:
     def __init__(self) -> None:
         self._last = time.perf_counter()  # when the launch began or a look last told something
         self._step = self._due = math.inf  # seconds from token to token; when the next one comes
-        self._paces = False  # whether a token has come
+        self._begun = False  # whether a token has come
 
     def told(self, tokens: int) -> None:
         """A look told so many tokens of one request. Sleeps, so that who waits for them gets Python's lock at once."""
         now = time.perf_counter()
-        if self._paces:
+        if self._begun:
             # A token told late, as the host was busy, makes a long gap and a short one: the short one is to be
             # believed, and what is due next is hardly later for it.
             self._step = min((now - self._last) / tokens, GROWTH * self._step)
             late = min(max(now - self._due, 0.0), self._step)
             self._due = now - KEPT_PACE * late + self._step
-        self._last, self._paces = now, True
+        self._last, self._begun = now, True
         time.sleep(AGAIN_S)
 
     def wait(self, ends: bool, glance: Callable[[], bool]) -> None:

@@ -38,7 +38,7 @@ class Queue:
 
     @property
     def naps(self) -> int:
-        """All waits but the last, unless that was one, too."""
+        """Waits that were no longer than one."""
         return sum(wait is not None and wait <= pace.NAP_S for wait in self.waits)
 
 

@@ -1,8 +1,10 @@
-"""HIP C++ compiled by clang-19 for gfx942, and C++ for this machine: no ROCm, no header but our own."""
+"""HIP C++ compiled by clang-19 for gfx942, and C++ for this machine: no ROCm, no header but our own. What LLVM 19
+disassembles."""
 
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tests.lib.compiled import made_once, version_of
 from tests.lib.gfx942.code_object import CodeObject
 
 HIP = Path(__file__).parent / "hip"
-CLANG = "clang++-19"
+CLANG, OBJDUMP = "clang++-19", "llvm-objdump-19"
 BOTH = ("-std=c++20", "-ffp-contract=off", "-Wno-everything", f"-I{HIP}")
 DEVICE = (
     *("-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-bundle-output"),
@@ -21,9 +23,13 @@ DEVICE = (
 HOST = ("-x", "c++", "-O1", "-march=native", "-fPIC", "-shared")
 
 
+def _need(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not there: apt-get install clang-19 lld-19 llvm-19")
+
+
 def _compile(source: str, flags: Sequence[str]) -> Path:
-    if shutil.which(CLANG) is None:
-        pytest.skip(f"{CLANG} is not there: apt-get install clang-19 lld-19")
+    _need(CLANG)
     flags = (*flags, *BOTH)
 
     def make(draft: Path) -> None:
@@ -37,8 +43,7 @@ def _compile(source: str, flags: Sequence[str]) -> Path:
 
 def text_object(source: str, includes: Sequence[Path], *flags: str) -> CodeObject:
     """Of a kernel's text, whose headers lie in `includes`, the first of a name foremost."""
-    if shutil.which(CLANG) is None:
-        pytest.skip(f"{CLANG} is not there: apt-get install clang-19 lld-19")
+    _need(CLANG)
     how = (*DEVICE, "-std=c++20", "-Wno-everything", *flags)
 
     def make(draft: Path) -> None:
@@ -68,6 +73,16 @@ def code_object(source: str, *flags: str) -> CodeObject:
 def shared_object(source: str) -> Path:
     """Of a file in hip/, for this machine."""
     return _compile(source, HOST)
+
+
+def disassembly(code_object: CodeObject, kernel: str) -> str:
+    """Of a kernel of any compiler's, as LLVM prints it."""
+    _need(OBJDUMP)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code_object.blob)
+        file.flush()
+        command = [OBJDUMP, "-d", "--mcpu=gfx942", f"--disassemble-symbols={kernel}", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def llvm_ir(source: str, *flags: str) -> str:

@@ -2,15 +2,13 @@
 whichever lanes are on: by LLVM's disassembly, which names every operand but VCC."""
 
 import re
-import subprocess
-import tempfile
 from typing import Any
 
+from tests.lib.gfx942 import clang
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.decode import SHORTEST, instructions, name_of, signed
 from tests.lib.gfx942.jumps import Code, far_target
 
-OBJDUMP = ("llvm-objdump-19", "-d", "--mcpu=gfx942")
 VECTOR, LDS, SCALAR = range(3)  # vmcnt counts the first, lgkmcnt the others
 KINDS = (r"(GLOBAL|BUFFER|SCRATCH)_(LOAD|STORE|ATOMIC|WBL2)", "DS_", r"S_(LOAD|MEM)")
 FILLS = r"LOAD|READ|PERMUTE|SWIZZLE|S_MEM|ATOMIC.* sc0"
@@ -62,12 +60,8 @@ def _goes_on(code: Code) -> list[list[int]]:
 
 
 def touched_early(code_object: CodeObject, kernel: str) -> list[str]:
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(code_object.blob)
-        file.flush()
-        command = [*OBJDUMP, f"--disassemble-symbols={kernel}", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = re.findall(r"\t(\S.*?)\s*// (\w+):", shown)
+    """The instructions of a kernel that do so, each by its offset and text, with the register."""
+    lines = re.findall(r"\t(\S.*?)\s*// (\w+):", clang.disassembly(code_object, kernel))
     text_at = {int(at, 16) - int(lines[0][1], 16): text for text, at in lines}
     code = [(at, name_of(inst), inst) for at, inst in instructions(code_object.code(kernel)[1])]
     goes = _goes_on(code)

@@ -1,7 +1,8 @@
 // What a module's outputs of all lanes add to a lane's streams, where they are owed at once (NOW) or
 // some layers later (DELAYED).
 //
-//   words   [buffer][lane][column][row]: an output that some lane will need, sent by the row's owner to all ranks
+//   words   [buffer][lane][unit][column][row of the unit]: an output that some lane will need, sent by the row's owner
+//           to all ranks; [column][row] where the last unit is not whole
 //
 // Blocks of the same group index own the same rows, on all ranks. An owner receives what the others owe
 // its rows, adds it up in the order of lanes, as a kernel of one token does, and keeps the sums in
