@@ -1,9 +1,12 @@
-"""The process that compiles one kernel: the job as a line of JSON and the source on stdin, the cubin on stdout.
+"""The process that compiles kernels, each in a fork of its own: a job as a line of JSON and the source come by a
+socket, a byte that says how it ended and the cubin, or the compiler's words, go back.
 
 NVRTC compiles one program of a process at a time, so that kernels compile side by side in processes of their own alone.
-This one is run as a file and imports nothing of the package: a start waits for it, and to import the package, with
-numpy, costs it 0.2 s, and more than a second where Python has kept no bytecode. It ends with the process that began it,
-however that ends. What the compiler says of an error goes to stderr.
+They are forks, since to start a process and load NVRTC costs 0.35 s of a core, and a first start compiles 22 kernels
+(benchmarks/cuda-log.md#early). The first process is run as a file and imports nothing of the package: a start waits for
+it, and to import the package, with numpy, costs it 0.2 s, and more than a second where Python has kept no bytecode. It
+ends with the process that began it, however that ends, and its forks with it. What a compiler says on its way goes to
+stderr.
 """
 
 import ctypes
@@ -11,14 +14,14 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REFUSED = 3  # exit code: the compiler refuses, and stderr says why
+COMPILED, REFUSED = b"+", b"-"  # what comes first: behind it a cubin, or why the compiler refuses
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -143,20 +146,39 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main() -> int:
-    die_with_parent()
-    job = json.loads(sys.stdin.buffer.readline())
-    if os.getppid() != job["parent"]:  # which ended before it could be asked for
-        return REFUSED
-    text = sys.stdin.buffer.read().decode()
+def compile_job(job: bytes, text: bytes) -> bytes:
+    """How it ended, and what with."""
+    how = json.loads(job)
     try:
-        cubin = translate(text, job["source"], job["flags"], job["compiler"])
+        return COMPILED + translate(text.decode(), how["source"], how["flags"], how["compiler"])
     except Refused as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    sys.stdout.buffer.write(cubin)
-    return 0
+        return REFUSED + str(error).encode()
+
+
+def fork(server: int, fds: Sequence[int]) -> None:
+    """Compile what comes by the first of `fds`, a socket, in a new process, whose stderr is the second."""
+    if os.fork():
+        for fd in fds:
+            os.close(fd)
+        return
+    die_with_parent()
+    if os.getppid() == server:  # which may have ended before it could be asked for
+        os.dup2(fds[1], 2)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with socket.socket(fileno=fds[0]) as asked, asked.makefile("rb") as job:
+            asked.sendall(compile_job(job.readline(), job.read()))
+    os._exit(0)
+
+
+def main() -> None:
+    """Jobs come by the socket that is stdin, until nobody has its other end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks: their sockets tell
+    if nvrtc := find_nvrtc():
+        nvrtc.getVersion()  # loads it, once for all
+    with socket.socket(fileno=0) as jobs:
+        while fds := socket.recv_fds(jobs, 1, 2)[1]:
+            fork(os.getpid(), fds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

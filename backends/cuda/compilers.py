@@ -3,14 +3,17 @@ as there are cores, in the order in which they were asked for. None of them outl
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kog_triton.backends.cuda import compile_child
 from kog_triton.errors import DeviceError
@@ -56,22 +59,69 @@ CORES = len(os.sched_getaffinity(0))
 PROCESSES = Background(CORES if CORES < 6 else CORES - 1)
 
 
-def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:
-    """A source's cubin, by a process of its own. DeviceError with the compiler's words if it refuses, or if the process
-    ends otherwise.
+class _Server:
+    """The process that forks compilers: it is there while anybody compiles."""
 
-    The kernel kills that process with the thread that calls this.
-    """
-    job = {"source": source, "flags": flags, "compiler": compiler, "parent": os.getpid()}
-    done = subprocess.run(
-        [sys.executable, "-P", str(Path(compile_child.__file__).resolve())],
-        input=json.dumps(job).encode() + b"\n" + text.encode(),
-        capture_output=True,
-        start_new_session=True,  # the terminal's Ctrl-C is for this process alone
-    )
-    if done.returncode == 0:
-        return done.stdout
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode == compile_child.REFUSED:
-        raise DeviceError(said)
-    raise DeviceError(f"the compiler of {source} ended with {done.returncode}: {said[-500:]}")
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._jobs: socket.socket
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def job(self, said: IO[bytes]) -> Iterator[socket.socket]:
+        """The socket of a new fork, whose stderr is `said`."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with self._lock, theirs:
+                if self._process is None or self._process.poll() is not None:
+                    self._begin()
+                socket.send_fds(self._jobs, [b"j"], [theirs.fileno(), said.fileno()])
+                self._users += 1
+            try:
+                yield ours
+            finally:
+                with self._lock:
+                    self._users -= 1
+                    if not self._users:
+                        self._end()
+
+    def _begin(self) -> None:
+        self._jobs, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(compile_child.__file__).resolve())],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl-C is for this process alone
+            )
+
+    def _end(self) -> None:
+        assert self._process is not None
+        with suppress(OSError):  # it may be gone
+            self._jobs.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has it, too
+        self._jobs.close()
+        self._process.wait()
+        self._process = None
+
+
+_server = _Server()
+
+
+def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:
+    """A source's cubin, by a process of its own, which does not outlive this one. DeviceError with the compiler's words
+    if it refuses, or if that process ends otherwise."""
+    job = {"source": source, "flags": flags, "compiler": compiler}
+    with tempfile.TemporaryFile() as said:
+        how, what = b"", b""
+        with suppress(ConnectionError), _server.job(said) as fork:  # it may be gone
+            fork.sendall(json.dumps(job).encode() + b"\n" + text.encode())
+            fork.shutdown(socket.SHUT_WR)
+            with fork.makefile("rb") as told:
+                how, what = told.read(1), told.read()
+        if how == compile_child.COMPILED:
+            return what
+        if how == compile_child.REFUSED:
+            raise DeviceError(what.decode(errors="replace").strip())
+        said.seek(0)
+        words = said.read().decode(errors="replace").strip()[-500:]
+    raise DeviceError(f"the compiler of {source} was killed or broke off: {words}")

@@ -4,9 +4,9 @@ The compiler is a script in the place of nvcc: it notes when it begins, waits fo
 source.
 """
 
-import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,7 +104,7 @@ def test_a_compiler_that_refuses_or_is_killed_is_told_and_asked_again(nvcc):
             jit.compile_cubin("// refused\n")
         assert begun(nvcc) == ["refused"]
         (nvcc / "begun" / "refused").unlink()
-    with pytest.raises(DeviceError, match=r"the compiler of decode\.cu ended with -9"):
+    with pytest.raises(DeviceError, match=r"the compiler of decode\.cu was killed or broke off"):
         jit.compile_cubin("// killed\n")
     assert not list(kernel_cache.cache_folder().parent.rglob("*.cubin"))
 
@@ -164,11 +164,47 @@ def test_no_compiler_keeps_a_process_or_lives_on_after_it(nvcc, how):
 def test_a_compiler_begins_without_the_package():
     """A start waits for it: numpy and the package cost it a second where Python has kept no bytecode."""
     child = [sys.executable, "-X", "importtime", "-P", compile_child.__file__]
-    job = {"source": "a.cu", "flags": [], "compiler": "nvcc", "parent": 0}
-    done = subprocess.run(child, input=json.dumps(job), capture_output=True, text=True, timeout=60)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert done.returncode == compile_child.REFUSED and "subprocess" in imported
+    ours, theirs = socket.socketpair()
+    with (
+        theirs,
+        subprocess.Popen(child, stdin=theirs, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        ours.close()  # nobody asks: it ends
+        said = process.communicate(timeout=WAIT_S)[1]
+    imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
+    assert process.returncode == 0 and "subprocess" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("kog_triton", "numpy")}
+
+
+def test_kernels_that_compile_side_by_side_are_forks_of_one_process(nvcc):
+    """Which ends with the last of them; the next kernel has another."""
+    for name in "abc":
+        jit.begin_cubin(f"// {name}\n")
+    until(lambda: begun(nvcc) == [*"abc"], "three begin side by side")
+    server = compilers._server._process
+    assert server is not None and server.poll() is None
+    forks = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    assert len(forks) == 3
+    end(nvcc, *"abcd")
+    for name in "abc":
+        jit.compile_cubin(f"// {name}\n")
+    until(lambda: server.poll() is not None, "it ends")
+    assert jit.compile_cubin("// d\n").startswith(b"// d\n")
+    assert compilers._server._process is not server
+
+
+def test_a_killed_server_ends_its_forks_and_is_replaced(nvcc):
+    jit.begin_cubin("// a\n")
+    until(lambda: begun(nvcc) == ["a"], "one begins")
+    server, compiler = compilers._server._process, int((nvcc / "begun" / "a").read_text())
+    (compiled,) = jit._begun.values()
+    assert server is not None
+    server.kill()
+    with pytest.raises(DeviceError, match=r"the compiler of decode\.cu was killed or broke off"):
+        compiled.result(WAIT_S)
+    until(lambda: not alive(compiler), "its compiler ends")
+    end(nvcc, "b")
+    assert jit.compile_cubin("// b\n").startswith(b"// b\n")
 
 
 # ---- Background ----

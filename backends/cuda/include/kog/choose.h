@@ -39,11 +39,11 @@ struct Reach {
 KOG_DEVICE Candidate draw(const Block& b, const Field& f, const Reach& reach, const float* raw,
                           int position) {
   Candidate mine = nobody();
-  for (int id = f.rows.first + b.thread; id < f.rows.last; id += 32 * kWarps) {
-    if (!reach.holds(f, f.logits[id])) continue;
+  each_own_id(b, f.rows, [&](int id) {
+    if (!reach.holds(f, f.logits[id])) return;
     bool finite = raw[id] < float_of(kInfinity);
     compete(mine, b.request, finite ? f.logits[id] : raw[id], id, position + 1);
-  }
+  });
   return mine;
 }
 

@@ -47,8 +47,9 @@ KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* 
                             u32* at) {
   u32 top = 0, edited_top = 0;
   auto raise = [&](u32 x, u32 y) { top = x > top ? x : top, edited_top = y > edited_top ? y : edited_top; };
-  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
+  each_own_id(b, rows, [&](int id) {
     raise(raw[id] < float_of(kInfinity) ? ordered(raw[id]) : 0xffffffffu, ordered(edited[id]));
+  });
   auto join = [&](u32 x, u32 y) {  // of all warps
     x = largest_of_warp(x), y = largest_of_warp(y);
     if (b.in_warp == 0) at[2 * b.warp] = x, at[2 * b.warp + 1] = y;

@@ -60,8 +60,7 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
   int k = static_cast<int>(b.request[Request::kLogprobs]);
   u64 sum[1] = {0}, number = exchange_number(heads, kExchanges - 1);
   sync_consumers();  // a cut or a top-p check used the scratch, and every warp has read it
-  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
-    sum[0] += weight_at(distance_of(top, raw[id], kLog2eScale));
+  each_own_id(b, rows, [&](int id) { sum[0] += weight_at(distance_of(top, raw[id], kLog2eScale)); });
   sum_over_block(b, sum, scratch);
   u64* to = best_words(b, heads, block_of_all(b));
   if (b.thread == 0)
@@ -70,7 +69,7 @@ KOG_DEVICE void publish_best(Block& b, Rows rows, const float* raw, float top, i
   take_best_of_block(
       b, k, scratch,
       [&](NextBest& next) {
-        for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) next.consider(rank_of(raw[id], id));
+        each_own_id(b, rows, [&](int id) { next.consider(rank_of(raw[id], id)); });
       },
       [&](int i, u64 rank) {
         put_pair_at_rank(b, 0, to + 2 + 2 * i, number, static_cast<u32>(rank >> 32), static_cast<u32>(rank));
@@ -99,8 +98,7 @@ KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, 
   }
   u64 logit = poll_pair(b, Step::kChosen, number, chosen, true);
   u64 rank = rank_of(float_of(static_cast<u32>(logit)), token), ahead[1] = {0};
-  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps)
-    ahead[0] += rank_of(raw[id], id) > rank ? 1 : 0;
+  each_own_id(b, rows, [&](int id) { ahead[0] += rank_of(raw[id], id) > rank ? 1 : 0; });
   sum_over_block(b, ahead, scratch);
   if (b.thread == 0)
     put_pair_at_rank(b, 0, ahead_words(b, heads, block_of_all(b)), number, 0, static_cast<u32>(ahead[0]));

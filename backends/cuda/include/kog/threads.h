@@ -1,5 +1,6 @@
 // What threads of a warp side by side have, joined by each of them: pairs first that are farthest apart, so that every
-// kernel adds floats in one order.
+// kernel adds floats in one order. What is wider than a register steps in a loop where it can: in line it was 830 of
+// the 21,000 statements of a kernel, and a tenth of a compiler's time (benchmarks/cuda-log.md#early).
 #pragma once
 #include <kog/ptx.h>
 
@@ -7,7 +8,7 @@ namespace kog {
 
 template <int kThreads = 32, class T, class Join>
 KOG_DEVICE T over_threads(T v, Join join) {
-#pragma unroll
+#pragma unroll(kMaskInRegister && sizeof(T) > 4 ? 1 : kThreads)
   for (int mask = kThreads / 2; mask; mask >>= 1) v = join(v, shuffle_xor(v, mask));
   return v;
 }

@@ -69,14 +69,14 @@ struct Shares {
 // Of this block's ids. The counts of both are halves of one number.
 KOG_DEVICE void publish_shares(Block& b, const Field& f, u32 logit, u64 number, u64* scratch) {
   u64 sums[3] = {0, 0, 0};  // weight before, weight of all, counts
-  for (int id = f.rows.first + b.thread; id < f.rows.last; id += 32 * kWarps) {
-    if (!f.holds(f.logits[id])) continue;
+  each_own_id(b, f.rows, [&](int id) {
+    if (!f.holds(f.logits[id])) return;
     u64 weight = weight_at(distance_of(f.top, f.logits[id], f.scale));
     bool before = ordered(f.logits[id]) > logit;
     sums[0] += before ? weight : 0;
     sums[1] += weight;
     sums[2] += before ? 1ull << 32 | 1 : 1;
-  }
+  });
   sum_over_block(b, sums, scratch);
   if (b.thread != 0 || must_leave(b)) return;  // as in publish_candidate
   u64* to = words_of_block<SharesWords, 6>(b, block_of_all(b));

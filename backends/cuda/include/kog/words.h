@@ -210,7 +210,8 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
   PeerWait wait;
   const u32 wanted = static_cast<u32>(number >> 32);
   rejoin();
-  u32 seen, index = ~0u;
+  u32 seen;
+  const u64* late_at = nullptr;
   auto ask = [&] {
     bool bad = false, of_peers = false, of_own = false;
     seen = wanted;
@@ -222,7 +223,7 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
       bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
       if (late && !bad) {
         seen = static_cast<u32>(w.x >> 32);
-        index = word_index(b, reinterpret_cast<const u32*>(at));
+        late_at = at;
       }
       bad |= late;
       if constexpr (kTimesPeers) (of_peer(i) ? of_peers : of_own) |= late;
@@ -233,7 +234,7 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
   };
   if (ask()) {
     begin_wait(b);
-    while (!give_up(b, step, index, seen, wanted) && ask()) {
+    while (!give_up(b, step, word_index(b, reinterpret_cast<const u32*>(late_at)), seen, wanted) && ask()) {
     }
     end_wait(b);
   }

@@ -38,6 +38,7 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 constexpr int kMostHeldRanks = 16;  // of a thread, 64 bits each (logprob.h): more are asked for one by one
+constexpr bool kMaskInRegister = false;  // shuffle_xor's mask is part of the instruction (threads.h)
 constexpr int kWaveThreads = 64, kWaves = kConsumers / kWaveThreads;
 constexpr int kAgent = __HIP_MEMORY_SCOPE_AGENT, kSystem = __HIP_MEMORY_SCOPE_SYSTEM;
 // Of words that blocks exchange (layout/header.py): of several ranks the host's.

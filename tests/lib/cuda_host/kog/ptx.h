@@ -54,6 +54,7 @@ template <class T>
 using Memory = T*;
 
 constexpr int kMostHeldRanks = 64;
+constexpr bool kMaskInRegister = true;
 
 namespace host {
 
