@@ -1,5 +1,7 @@
 """What is read out of racecheck's reports, on reports as it writes them; tests/gpu runs the tool itself."""
 
+import pytest
+
 from tests.lib.racecheck import races_in, unexplained
 
 REPORT = """\
@@ -37,6 +39,11 @@ def test_races_are_pairs_of_functions():
         ("store_volatile", "load_volatile"),
     ]
     assert races_in(REPORT)[3] == ("kog_decode", "load_volatile")
+
+
+def test_a_report_that_names_no_two_accesses_is_told():
+    with pytest.raises(AssertionError, match="a report without two accesses:  Write access at tol"):
+        races_in(REPORT.replace("kog::bulk_load", "tol\nd").replace("kog::Words", "kog::Wo\nrds"))
 
 
 def test_a_pair_is_explained_by_both_its_names_in_one_kernel():

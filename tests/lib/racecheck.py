@@ -31,10 +31,12 @@ def races_in(output: str, functions: Functions | None = None) -> list[tuple[str,
     """
     races: list[tuple[str, str]] = []
     for report in output.split("Race reported between")[1:]:
-        (kind, one), *others = (
+        accesses = [
             (kind, (functions or {}).get((name, int(offset, 16)), plain_name(name)))
             for kind, name, offset in re.findall(r"(Read|Write) access at (.*)\+0x(\w+)", report)
-        )
+        ]
+        assert len(accesses) > 1, f"a report without two accesses: {report[:400]}"
+        (kind, one), *others = accesses
         for other_kind, other in others:
             assert "Write" in (kind, other_kind)
             races.append((one, other) if kind == "Write" else (other, one))
