@@ -15,6 +15,8 @@ from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_mutants import MANY, MANY_ASKED
 from tests.lib.gfx942.hip_requests import FINISHED, MOST_STEPS
 from tests.lib.gfx942.requests import reference_tokens
+from tests.lib.gfx942.wait_states import too_soon
+from tests.lib.gfx942.waits import touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.real_shapes import real_shape
 
@@ -23,7 +25,7 @@ CONTEXT = 4096
 SHORT = {7: {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}, 33: {"V_MIN_U16", "V_CMP_LT_I16"}}
 
 
-@pytest.mark.parametrize("num_blocks", SHORT)
+@pytest.mark.parametrize("num_blocks", [pytest.param(7, marks=pytest.mark.slow), 33])
 def test_a_grid_that_divides_nothing_gives_the_references_tokens(num_blocks):
     one, asked = HipWalk(MANY, ArrayWeights(MANY), num_blocks), MANY_ASKED["many"]
     one.conditions = {"steps": MOST_STEPS, "memory": WEAK}
@@ -66,6 +68,7 @@ def keeps_to(layout: Layout, kernel: str, scratch: int) -> None:
     assert all(name.startswith("SCRATCH_") for name in unknown) and bool(unknown) == bool(scratch)
     if not unknown:
         decode(code, operations())  # and every modifier
+    assert touched_early(made, kernel) + too_soon(made, kernel) == []
 
 
 @pytest.mark.slow
