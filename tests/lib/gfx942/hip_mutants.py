@@ -26,15 +26,18 @@ import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
-from tests.lib.gfx942 import hip_requests
+from tests.lib.gfx942 import hip_column_requests, hip_requests
+from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
-from tests.lib.gfx942.hip_kernel import KERNEL, HipWalk
+from tests.lib.gfx942.hip_columns import HipColumns
+from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.litmus import MAPS, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.gfx942.waits import touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
 
@@ -44,7 +47,11 @@ MORE = {
     "cut, logprobs": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4, logprobs=3)),
     # To positions from which a row of the cache passes from one block's split to another's, which has read beside it.
     "long, top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4), LONG[:18]),
+    "long, greedy": Asked(SamplingParams(temperature=0.0), LONG[:18]),
+    "mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7)),
+    "long, mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7), LONG[:18]),
 }
+MORE_OF_SPLIT = ("logprobs", "top-p", "cut, logprobs", "long, top-p")
 # A block's ids are of many warps in WIDE: what one finishes, counts, biases or bans is another's. In the
 # other cases all are of one warp, which is ordered by itself.
 WIDE = plain(1, vocab_size=1600)
@@ -71,11 +78,18 @@ MANY = plain(1, vocab_size=300, hidden_size=640, intermediate_size=64, num_heads
 MANY_BLOCKS = 80
 MANY_ASKED = {"many": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=3), (70,))}
 REQUESTS = {
-    "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE),
+    "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE_OF_SPLIT),
     "wide": tuple(WIDE_ASKED),
     "many": tuple(MANY_ASKED),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
+    # Of a kernel of two columns, beside each other: as long as each other, so that one launch runs both.
+    "columns": (
+        "greedy + rules",
+        "edits + sampled",
+        "mild top-p + logprobs",
+        "long, mild top-p + long, greedy",
+    ),
 }
 # Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
 ARGUED = {
@@ -110,14 +124,16 @@ CALM = {"memory": Memory(adversarial=True)}
 class Seen:
     """What one request does in the kernel as it is."""
 
-    tokens: list[int]
+    made: Any  # tokens and outcome, of each column
     told: np.ndarray  # of log-probabilities
     steps: int
     executed: np.ndarray
     in_flight: np.ndarray
 
 
-def walk(case: str) -> HipWalk:
+def walk(case: str) -> HipWalk | HipColumns:
+    if case == "columns":
+        return hip_column_requests.columns("windows")
     if case == "ranks":
         return _ranks_walk()
     if case == "wide":
@@ -143,7 +159,13 @@ def _ranks_walk() -> HipRankWalk:
 
 
 def _spec(case: str) -> ModelSpec:
-    own = {"split": hip_requests.SPLIT, "ranks": RANKS, "wide": WIDE, "many": MANY}
+    own = {
+        "columns": hip_column_requests.spec_of("windows"),
+        "split": hip_requests.SPLIT,
+        "ranks": RANKS,
+        "wide": WIDE,
+        "many": MANY,
+    }
     return own[case] if case in own else CASES[case].spec
 
 
@@ -151,28 +173,40 @@ def asked(name: str) -> Asked:
     return (ASKED | MORE | WIDE_ASKED | MANY_ASKED)[name]
 
 
-def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple[Any, np.ndarray]:
+def run(
+    one: HipWalk | HipColumns, name: str, conditions: dict[str, Any], seed: int
+) -> tuple[Any, np.ndarray]:
     """Tokens and outcome, and the records of log-probabilities."""
-    what = asked(name)
-    one.conditions = conditions
     one.memory.logprobs.zero_()
-    one.memory.cache.fill_(
-        torch.nan
-    )  # a row that is read too early would be the last run's, the same
-    made = one.generate(list(what.prompt), hip_requests.TOKENS, what.params, (), seed)
+    # a row that is read too early would be the last run's, the same
+    one.memory.cache.fill_(torch.nan)
+    what = [asked(each) for each in name.split(" + ")]
+    if isinstance(one, HipColumns):
+        requests = [each.request(slot, hip_requests.TOKENS) for slot, each in enumerate(what)]
+        made: Any = one.serve(requests, seed, **conditions)
+    else:
+        one.conditions = conditions
+        prompt, params = list(what[0].prompt), what[0].params
+        made = one.generate(prompt, hip_requests.TOKENS, params, (), seed)
     return made, one.memory.logprobs.numpy().copy()
+
+
+def expected(case: str, name: str) -> Any:
+    """What the reference's tokens are, each with the outcome of a request that runs to its length."""
+    each = [reference_tokens(_spec(case), asked(one)) for one in name.split(" + ")]
+    made = [(tokens, hip_requests.FINISHED) for tokens in each]
+    return made if case == "columns" else made[0]
 
 
 @cache
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
-    one = walk(case)
-    tokens = reference_tokens(_spec(case), asked(name))
+    one, right = walk(case), expected(case, name)
     made, told = run(one, name, {"steps": hip_requests.MOST_STEPS} | CALM, 1)
-    assert made == (tokens, hip_requests.FINISHED), (case, name, made, tokens)
+    assert made == right, (case, name, made, right)
     last = one.last
     assert last is not None
-    return Seen(tokens, told, last.steps, last.executed, last.in_flight)
+    return Seen(made, told, last.steps, last.executed, last.in_flight)
 
 
 def reached(case: str) -> np.ndarray:
@@ -182,7 +216,8 @@ def reached(case: str) -> np.ndarray:
 
 def unreached(case: str) -> list[Chain]:
     """Of every instruction that no request executes, the functions that it stands in."""
-    places = chains(walk(case).kernel.code_object, KERNEL)
+    kernel = walk(case).kernel
+    places = chains(kernel.code_object, kernel.name)
     return [places[i] for i in np.flatnonzero(reached(case) == 0)]
 
 
@@ -202,6 +237,18 @@ def idle(case: str, mutant: Mutant) -> bool:
     return beyond <= int("but one" in mutant.what)
 
 
+def needed(case: str, mutant: Mutant) -> list[str]:
+    """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
+    kernel, change = walk(case).kernel, mutant.kernel.records
+    made, code = kernel.code_object, kernel.code_object.code(kernel.name)[1]
+    patched = bytearray(code)
+    for k in mutant.changed:
+        at = int(change["at"][k])
+        patched[at : at + 2] = int(change["offset"][k]).to_bytes(2, "little")
+    assert made.blob.count(code) == 1
+    return touched_early(CodeObject(made.blob.replace(code, bytes(patched))), kernel.name)
+
+
 def tried(case: str) -> Iterator[Mutant]:
     """Those whose instruction some request executes."""
     counts = reached(case)
@@ -210,9 +257,9 @@ def tried(case: str) -> Iterator[Mutant]:
 
 def place(case: str, mutant: Mutant) -> str:
     """What changed and where, without what differs from compiler to compiler."""
+    kernel = walk(case).kernel
     chain = [
-        name.partition("<")[0]
-        for name in chains(walk(case).kernel.code_object, KERNEL)[mutant.index]
+        name.partition("<")[0] for name in chains(kernel.code_object, kernel.name)[mutant.index]
     ]
     own = [name for name in chain if name not in WALK]
     return f"{mutant.what} in {' > '.join(own) or 'the start'}"
@@ -234,7 +281,7 @@ def wrong(case: str, mutant: Mutant | None, name: str, seed: int) -> str:
         return f"{type(fault).__name__}: {str(fault)[:120]}"
     finally:
         one.kernel = kept
-    if made != (right.tokens, hip_requests.FINISHED):
+    if made != right.made:
         return f"tokens {made}"
     return "" if np.array_equal(told, right.told) else "log-probabilities"
 
