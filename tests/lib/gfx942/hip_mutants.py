@@ -114,6 +114,50 @@ ARGUED = {
     "global_load_dword of a narrower scope in run_head > choose > edit_logits > completes > load_relaxed > load_scoped":
     "as its store",
 }  # fmt: skip
+OF_SPLIT = (
+    "'split' catches it, whose blocks share a head's rows of the cache and whose waves join results"
+)
+NO_ROWS = "of a block without rows, which reads nothing that it staged"
+SUMS_BEHIND = "a wave's part of a sum of squares is read behind the next barrier, ahead of which all wait for LDS again"
+OF_MANY = "up to 64 blocks are one wave's (of 'many' caught)"
+OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
+ATTENTION = "run_layers_ahead > run_layer > attention > walk_split > walk_span"
+QKV_ROWS = "run_layers_ahead > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
+STORES = "receive > append > each > operator() > store_cache > store_scoped"
+# Survivors of other cases that are none of "split"'s.
+ARGUED_OF = {
+    "wide": {
+        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
+        "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
+        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
+        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
+        f"no barrier in {QKV_ROWS}": NO_ROWS,
+        f"no wait for lgkmcnt in {QKV_ROWS}": NO_ROWS,
+        f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
+        "no wait for lgkmcnt in run_head > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+        "no wait for lgkmcnt in run_layers_ahead > qkv_proj > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+        "no wait for lgkmcnt in run_layers_ahead > run_layer > gate_up_proj > stage_x > sync_staged > sync_consumers":
+        SUMS_BEHIND,
+        "no wait for lgkmcnt in find_place > sync_consumers": OF_MANY,
+        "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
+        "no wait for lgkmcnt in run_head > choose > tell_best > take_best_of_block": "ahead of a load of what the same"
+        " wave has stored: LDS takes a wave's in order",
+        "no wait for lgkmcnt in run_head > choose > find_peaks > operator() > largest_of_warp > largest_of_threads"
+        " > over_threads": "the end of a wait is stored, which its own wave alone looks at",
+    },
+    "laneformer": {
+        "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
+        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
+        f"no barrier in {QKV_ROWS}": NO_ROWS,
+        "no wait for lgkmcnt in run_layers_ahead > run_layer > gate_up_proj > stage_x > sync_staged > sync_consumers":
+        SUMS_BEHIND,
+        "no barrier in run_head > choose > sync_consumers": OF_WIDE,
+        "no barrier in run_head > choose > edit_logits > count_token > sync_consumers": OF_WIDE,
+        "no barrier in run_head > choose > edit_logits > sync_consumers": OF_WIDE,
+        "no barrier in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
+        "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
+    },
+}  # fmt: skip
 WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
 RANKS = plain(2)
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
@@ -249,6 +293,14 @@ def needed(case: str, mutant: Mutant) -> list[str]:
     return touched_early(CodeObject(made.blob.replace(code, bytes(patched))), kernel.name)
 
 
+def explained(case: str, mutant: Mutant) -> str:
+    """Why no run tells the mutant: as was argued, or since other ways through the code need the wait; else ""."""
+    where = place(case, mutant)
+    argued = ARGUED_OF.get(case, {}).get(where) or ARGUED.get(where, "")
+    ways = needed(case, mutant) if " wait for " in mutant.what and not argued else []
+    return argued or (f"other ways need it: {ways[0]}" if ways else "")
+
+
 def tried(case: str) -> Iterator[Mutant]:
     """Those whose instruction some request executes."""
     counts = reached(case)
@@ -355,8 +407,11 @@ class Record:
         beside.write_text(json.dumps(kept, indent=1))
         beside.replace(self.path)
 
-    def survivors(self) -> Counter[str]:
-        return Counter(one["place"] for one in self.found.values() if not one["caught"])
+    def survivors(self) -> Counter[tuple[str, str]]:
+        """Places and why no run tells the mutant, or ""."""
+        left = [int(number) for number, one in self.found.items() if not one["caught"]]
+        made = _all(self.case)
+        return Counter((place(self.case, made[n]), explained(self.case, made[n])) for n in left)
 
 
 def try_all(record: Record, seeds: int, only: str, minutes: float, jobs: int) -> int:
@@ -398,8 +453,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     left = try_all(record, args.seeds, args.only, args.minutes, args.jobs)
     survivors = record.survivors()
     print(f"{len(record.found)} tried, {survivors.total()} survive, {left} left")
-    for what, count in survivors.most_common():
-        print(f"  {count} x {what}" + (f" ({ARGUED[what]})" if what in ARGUED else ""))
+    for (what, why), count in survivors.most_common():
+        print(f"  {count} x {what} ({why or 'NOT EXPLAINED'})")
 
 
 if __name__ == "__main__":
