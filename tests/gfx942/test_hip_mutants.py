@@ -9,11 +9,14 @@ import pytest
 from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     ARGUED,
+    ARGUED_OF,
     WALK,
     Record,
     caught,
+    explained,
     idle,
     main,
+    needed,
     place,
     tried,
     unreached,
@@ -121,8 +124,21 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 24), mutant.named()
 
 
-def test_what_is_argued_about_is_there():
-    assert set(ARGUED) <= {place("split", mutant) for mutant in tried("split")}
+@pytest.mark.parametrize(
+    "case", ["split", "wide", pytest.param("laneformer", marks=pytest.mark.slow)]
+)
+def test_what_is_argued_about_is_there(case):
+    assert set(ARGUED_OF) == {"wide", "laneformer"}
+    argued = ARGUED if case == "split" else ARGUED_OF[case]
+    assert set(argued) <= {place(case, mutant) for mutant in tried(case)}
+
+
+def test_a_wait_that_other_ways_need_is_found_there():
+    """Of a wait that is caught the walk says where, too; of one that is argued about nothing is touched."""
+    first = next(of_kind("no wait for vmcnt", "head_rows", "multiply"))
+    assert explained("split", first).startswith("other ways need it: 0x")
+    at_barrier = "no wait for lgkmcnt in find_place > sync_consumers"
+    assert not needed("wide", next(m for m in tried("wide") if place("wide", m) == at_barrier))
 
 
 @pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))

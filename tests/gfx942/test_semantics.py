@@ -214,6 +214,15 @@ def test_branches_and_masks():
     assert o.tolist() == want.tolist()
 
 
+def test_jumps_to_an_address():
+    a, o = words(23), words(24)
+    run("jumps", a, o)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(o, u32(3) * a)
+    with pytest.raises(Fault, match="a jump to no instruction"):
+        run("jumps_astray", a, o)
+
+
 def test_constants_of_the_image():
     for n, constant in enumerate((7, 1000003, 5, 0xDEADBEEF, 42, 9, 77, 3)):
         o = words(24)

@@ -23,7 +23,7 @@ from tests import ROOT
 from tests.lib.cuda_walk import changed
 from tests.lib.gfx942 import clang, places
 from tests.lib.gfx942.code_object import CodeObject
-from tests.lib.gfx942.executor import Kernel
+from tests.lib.gfx942.executor import Execution, Kernel
 from tests.lib.gfx942.hip_kernel import INCLUDES, UNLIMITED_NS, launch
 
 KERNEL = "kog_columns"
@@ -60,6 +60,7 @@ class HipColumns:
         self.kernel = Kernel(compiled(changed(render(self.layout), **changes), includes), KERNEL)
         self.memory = memory.allocate(self.layout, weights, columns, torch.device("cpu"))
         self.launches = 0
+        self.last: Execution | None = None
 
     def serve(
         self, requests: Sequence[Request], seed: int = 1, **conditions: Any
@@ -92,7 +93,7 @@ class HipColumns:
             tensor.zero_()
         tensors = {name: getattr(m, name) for name in TENSORS}
         pointers = m.pointers(slots, UNLIMITED_NS, UNLIMITED)
-        launch(self.kernel, self.layout, pointers, tensors, seed=seed, **conditions)
+        self.last = launch(self.kernel, self.layout, pointers, tensors, seed=seed, **conditions)
         self.launches += 1
         assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()
 

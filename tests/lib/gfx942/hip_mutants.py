@@ -26,15 +26,18 @@ import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
-from tests.lib.gfx942 import hip_requests
+from tests.lib.gfx942 import hip_column_requests, hip_requests
+from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
-from tests.lib.gfx942.hip_kernel import KERNEL, HipWalk
+from tests.lib.gfx942.hip_columns import HipColumns
+from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.litmus import MAPS, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.gfx942.waits import touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
 
@@ -44,7 +47,11 @@ MORE = {
     "cut, logprobs": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4, logprobs=3)),
     # To positions from which a row of the cache passes from one block's split to another's, which has read beside it.
     "long, top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4), LONG[:18]),
+    "long, greedy": Asked(SamplingParams(temperature=0.0), LONG[:18]),
+    "mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7)),
+    "long, mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7), LONG[:18]),
 }
+MORE_OF_SPLIT = ("logprobs", "top-p", "cut, logprobs", "long, top-p")
 # A block's ids are of many warps in WIDE: what one finishes, counts, biases or bans is another's. In the
 # other cases all are of one warp, which is ordered by itself.
 WIDE = plain(1, vocab_size=1600)
@@ -71,11 +78,18 @@ MANY = plain(1, vocab_size=300, hidden_size=640, intermediate_size=64, num_heads
 MANY_BLOCKS = 80
 MANY_ASKED = {"many": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=3), (70,))}
 REQUESTS = {
-    "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE),
+    "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE_OF_SPLIT),
     "wide": tuple(WIDE_ASKED),
     "many": tuple(MANY_ASKED),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
+    # Of a kernel of two columns, beside each other: as long as each other, so that one launch runs both.
+    "columns": (
+        "greedy + rules",
+        "edits + sampled",
+        "mild top-p + logprobs",
+        "long, mild top-p + long, greedy",
+    ),
 }
 # Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
 ARGUED = {
@@ -100,6 +114,50 @@ ARGUED = {
     "global_load_dword of a narrower scope in run_head > choose > edit_logits > completes > load_relaxed > load_scoped":
     "as its store",
 }  # fmt: skip
+OF_SPLIT = (
+    "'split' catches it, whose blocks share a head's rows of the cache and whose waves join results"
+)
+NO_ROWS = "of a block without rows, which reads nothing that it staged"
+SUMS_BEHIND = "a wave's part of a sum of squares is read behind the next barrier, ahead of which all wait for LDS again"
+OF_MANY = "up to 64 blocks are one wave's (of 'many' caught)"
+OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
+ATTENTION = "run_layers_ahead > run_layer > attention > walk_split > walk_span"
+QKV_ROWS = "run_layers_ahead > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
+STORES = "receive > append > each > operator() > store_cache > store_scoped"
+# Survivors of other cases that are none of "split"'s.
+ARGUED_OF = {
+    "wide": {
+        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
+        "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
+        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
+        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
+        f"no barrier in {QKV_ROWS}": NO_ROWS,
+        f"no wait for lgkmcnt in {QKV_ROWS}": NO_ROWS,
+        f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
+        "no wait for lgkmcnt in run_head > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+        "no wait for lgkmcnt in run_layers_ahead > qkv_proj > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+        "no wait for lgkmcnt in run_layers_ahead > run_layer > gate_up_proj > stage_x > sync_staged > sync_consumers":
+        SUMS_BEHIND,
+        "no wait for lgkmcnt in find_place > sync_consumers": OF_MANY,
+        "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
+        "no wait for lgkmcnt in run_head > choose > tell_best > take_best_of_block": "ahead of a load of what the same"
+        " wave has stored: LDS takes a wave's in order",
+        "no wait for lgkmcnt in run_head > choose > find_peaks > operator() > largest_of_warp > largest_of_threads"
+        " > over_threads": "the end of a wait is stored, which its own wave alone looks at",
+    },
+    "laneformer": {
+        "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
+        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
+        f"no barrier in {QKV_ROWS}": NO_ROWS,
+        "no wait for lgkmcnt in run_layers_ahead > run_layer > gate_up_proj > stage_x > sync_staged > sync_consumers":
+        SUMS_BEHIND,
+        "no barrier in run_head > choose > sync_consumers": OF_WIDE,
+        "no barrier in run_head > choose > edit_logits > count_token > sync_consumers": OF_WIDE,
+        "no barrier in run_head > choose > edit_logits > sync_consumers": OF_WIDE,
+        "no barrier in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
+        "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
+    },
+}  # fmt: skip
 WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
 RANKS = plain(2)
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
@@ -110,14 +168,16 @@ CALM = {"memory": Memory(adversarial=True)}
 class Seen:
     """What one request does in the kernel as it is."""
 
-    tokens: list[int]
+    made: Any  # tokens and outcome, of each column
     told: np.ndarray  # of log-probabilities
     steps: int
     executed: np.ndarray
     in_flight: np.ndarray
 
 
-def walk(case: str) -> HipWalk:
+def walk(case: str) -> HipWalk | HipColumns:
+    if case == "columns":
+        return hip_column_requests.columns("windows")
     if case == "ranks":
         return _ranks_walk()
     if case == "wide":
@@ -143,7 +203,13 @@ def _ranks_walk() -> HipRankWalk:
 
 
 def _spec(case: str) -> ModelSpec:
-    own = {"split": hip_requests.SPLIT, "ranks": RANKS, "wide": WIDE, "many": MANY}
+    own = {
+        "columns": hip_column_requests.spec_of("windows"),
+        "split": hip_requests.SPLIT,
+        "ranks": RANKS,
+        "wide": WIDE,
+        "many": MANY,
+    }
     return own[case] if case in own else CASES[case].spec
 
 
@@ -151,28 +217,40 @@ def asked(name: str) -> Asked:
     return (ASKED | MORE | WIDE_ASKED | MANY_ASKED)[name]
 
 
-def run(one: HipWalk, name: str, conditions: dict[str, Any], seed: int) -> tuple[Any, np.ndarray]:
+def run(
+    one: HipWalk | HipColumns, name: str, conditions: dict[str, Any], seed: int
+) -> tuple[Any, np.ndarray]:
     """Tokens and outcome, and the records of log-probabilities."""
-    what = asked(name)
-    one.conditions = conditions
     one.memory.logprobs.zero_()
-    one.memory.cache.fill_(
-        torch.nan
-    )  # a row that is read too early would be the last run's, the same
-    made = one.generate(list(what.prompt), hip_requests.TOKENS, what.params, (), seed)
+    # a row that is read too early would be the last run's, the same
+    one.memory.cache.fill_(torch.nan)
+    what = [asked(each) for each in name.split(" + ")]
+    if isinstance(one, HipColumns):
+        requests = [each.request(slot, hip_requests.TOKENS) for slot, each in enumerate(what)]
+        made: Any = one.serve(requests, seed, **conditions)
+    else:
+        one.conditions = conditions
+        prompt, params = list(what[0].prompt), what[0].params
+        made = one.generate(prompt, hip_requests.TOKENS, params, (), seed)
     return made, one.memory.logprobs.numpy().copy()
+
+
+def expected(case: str, name: str) -> Any:
+    """What the reference's tokens are, each with the outcome of a request that runs to its length."""
+    each = [reference_tokens(_spec(case), asked(one)) for one in name.split(" + ")]
+    made = [(tokens, hip_requests.FINISHED) for tokens in each]
+    return made if case == "columns" else made[0]
 
 
 @cache
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
-    one = walk(case)
-    tokens = reference_tokens(_spec(case), asked(name))
+    one, right = walk(case), expected(case, name)
     made, told = run(one, name, {"steps": hip_requests.MOST_STEPS} | CALM, 1)
-    assert made == (tokens, hip_requests.FINISHED), (case, name, made, tokens)
+    assert made == right, (case, name, made, right)
     last = one.last
     assert last is not None
-    return Seen(tokens, told, last.steps, last.executed, last.in_flight)
+    return Seen(made, told, last.steps, last.executed, last.in_flight)
 
 
 def reached(case: str) -> np.ndarray:
@@ -182,7 +260,8 @@ def reached(case: str) -> np.ndarray:
 
 def unreached(case: str) -> list[Chain]:
     """Of every instruction that no request executes, the functions that it stands in."""
-    places = chains(walk(case).kernel.code_object, KERNEL)
+    kernel = walk(case).kernel
+    places = chains(kernel.code_object, kernel.name)
     return [places[i] for i in np.flatnonzero(reached(case) == 0)]
 
 
@@ -202,6 +281,26 @@ def idle(case: str, mutant: Mutant) -> bool:
     return beyond <= int("but one" in mutant.what)
 
 
+def needed(case: str, mutant: Mutant) -> list[str]:
+    """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
+    kernel, change = walk(case).kernel, mutant.kernel.records
+    made, code = kernel.code_object, kernel.code_object.code(kernel.name)[1]
+    patched = bytearray(code)
+    for k in mutant.changed:
+        at = int(change["at"][k])
+        patched[at : at + 2] = int(change["offset"][k]).to_bytes(2, "little")
+    assert made.blob.count(code) == 1
+    return touched_early(CodeObject(made.blob.replace(code, bytes(patched))), kernel.name)
+
+
+def explained(case: str, mutant: Mutant) -> str:
+    """Why no run tells the mutant: as was argued, or since other ways through the code need the wait; else ""."""
+    where = place(case, mutant)
+    argued = ARGUED_OF.get(case, {}).get(where) or ARGUED.get(where, "")
+    ways = needed(case, mutant) if " wait for " in mutant.what and not argued else []
+    return argued or (f"other ways need it: {ways[0]}" if ways else "")
+
+
 def tried(case: str) -> Iterator[Mutant]:
     """Those whose instruction some request executes."""
     counts = reached(case)
@@ -210,9 +309,9 @@ def tried(case: str) -> Iterator[Mutant]:
 
 def place(case: str, mutant: Mutant) -> str:
     """What changed and where, without what differs from compiler to compiler."""
+    kernel = walk(case).kernel
     chain = [
-        name.partition("<")[0]
-        for name in chains(walk(case).kernel.code_object, KERNEL)[mutant.index]
+        name.partition("<")[0] for name in chains(kernel.code_object, kernel.name)[mutant.index]
     ]
     own = [name for name in chain if name not in WALK]
     return f"{mutant.what} in {' > '.join(own) or 'the start'}"
@@ -234,7 +333,7 @@ def wrong(case: str, mutant: Mutant | None, name: str, seed: int) -> str:
         return f"{type(fault).__name__}: {str(fault)[:120]}"
     finally:
         one.kernel = kept
-    if made != (right.tokens, hip_requests.FINISHED):
+    if made != right.made:
         return f"tokens {made}"
     return "" if np.array_equal(told, right.told) else "log-probabilities"
 
@@ -308,8 +407,11 @@ class Record:
         beside.write_text(json.dumps(kept, indent=1))
         beside.replace(self.path)
 
-    def survivors(self) -> Counter[str]:
-        return Counter(one["place"] for one in self.found.values() if not one["caught"])
+    def survivors(self) -> Counter[tuple[str, str]]:
+        """Places and why no run tells the mutant, or ""."""
+        left = [int(number) for number, one in self.found.items() if not one["caught"]]
+        made = _all(self.case)
+        return Counter((place(self.case, made[n]), explained(self.case, made[n])) for n in left)
 
 
 def try_all(record: Record, seeds: int, only: str, minutes: float, jobs: int) -> int:
@@ -351,8 +453,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     left = try_all(record, args.seeds, args.only, args.minutes, args.jobs)
     survivors = record.survivors()
     print(f"{len(record.found)} tried, {survivors.total()} survive, {left} left")
-    for what, count in survivors.most_common():
-        print(f"  {count} x {what}" + (f" ({ARGUED[what]})" if what in ARGUED else ""))
+    for (what, why), count in survivors.most_common():
+        print(f"  {count} x {what} ({why or 'NOT EXPLAINED'})")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ struct BlocksBest {
   u64 number, held[kLists];
   int heads, at[kLists];
 
-  KOG_DEVICE BlocksBest(const Block&, int heads, u64 number) : number(number), heads(heads) {
+  KOG_DEVICE BlocksBest(int heads, u64 number) : number(number), heads(heads) {
 #pragma unroll
     for (int i = 0; i < kLists; i++) held[i] = ~0ull, at[i] = -1;
   }
@@ -160,7 +160,7 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
   };
   constexpr int kHeldRanks = (kAllBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
   if constexpr (kHeldRanks > kMostHeldRanks) {
-    BlocksBest lists(b, heads, number);
+    BlocksBest lists(heads, number);
     take_best_of_block(b, k, scratch, [&](NextBest& next) { lists.consider(b, next, k); }, tell);
     return;
   }

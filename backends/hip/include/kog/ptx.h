@@ -347,6 +347,9 @@ KOG_DEVICE void multiply_add(Matrix& c, uint2 rows, uint2 columns) {
                                                     __builtin_bit_cast(Shorts, columns), c.v, 0, 0, 0);
   }
 }
+// Ahead of what reads its sums: seven wait states behind the last product, which the GPU does not wait for. LLVM counts
+// them by one way alone where two meet, and takes the longer one's (docs/HIP.md).
+KOG_DEVICE void settle(Matrix& c) { asm volatile("s_nop 6" : "+v"(c.v)); }
 KOG_DEVICE int bit_length(u64 x) { return x == 0 ? 0 : 64 - __builtin_clzll(x); }
 
 using Half2 = _Float16 __attribute__((ext_vector_type(2)));

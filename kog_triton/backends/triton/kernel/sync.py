@@ -146,8 +146,9 @@ def uniform(value, S: tl.constexpr):
     at different barriers.
     """
     if S.vendor == "amd":
+        # A wait state behind whatever gave the value, which LLVM does not put around assembly (gfx942).
         return tl.inline_asm_elementwise(
-            "v_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, False, 1
+            "s_nop 0\nv_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, False, 1
         )
     else:
         return value

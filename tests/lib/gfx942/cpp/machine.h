@@ -1,5 +1,6 @@
 // The machine: what all workgroups share, the scheduler's random numbers, and memory as a workgroup sees it.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <set>
 #include "caches.h"
@@ -68,6 +69,14 @@ struct Machine {
             if (address >= ranges[k].first && address + bytes <= ranges[k].last) return last_range = k, ranges[k];
         throw Fault("an access to " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
                     ", which no buffer holds");
+    }
+
+    // The instruction that lies at an address.
+    i32 index_of(u64 address) const {
+        auto before = [](const Inst& i, u64 at) { return u64(i.at) < at; };
+        auto found = std::lower_bound(code.begin(), code.end(), address - code_at, before);
+        if (found == code.end() || u64(found->at) != address - code_at) throw Fault("a jump to no instruction");
+        return i32(found - code.begin());
     }
 
     void touch(const Inst* i) { touched[i - code.data()] |= u64(1) << (last_range & 63); }

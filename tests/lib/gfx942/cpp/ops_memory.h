@@ -397,6 +397,7 @@ static const Operation MEMORY_OPERATIONS[] = {
     SCALAR_LOAD(S_LOAD_DWORDX8, 8),
     SCALAR_LOAD(S_LOAD_DWORDX16, 16),
     {"S_GETPC_B64", [](Machine& m, Wave& w, const Inst& i) { w.set_pair(i.dst, m.code_at + u64(i.at) + 4); }},
+    {"S_SETPC_B64", [](Machine& m, Wave& w, const Inst& i) { w.pc = m.index_of(scalar<u64>(w, i, 0)); }},
     {"S_MEMREALTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
     {"S_MEMTIME", [](Machine& m, Wave& w, const Inst& i) { scalar_clock(m, w, i); }},
 };

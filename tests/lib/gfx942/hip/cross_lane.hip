@@ -240,6 +240,20 @@ KERNEL branches(const u32* a, u32* o) {
                  : "=&v"(r) : "v"(a[T] | 1), "v"(T), "v"(T) : "vcc", "s8", "s9", "s10", "s11", "s12", "s13", "scc");
     o[T] = r;
 }
+// Back three times to where the program counter was read, then on over an instruction; `by` bytes beyond the label.
+#define JUMPS(NAME, BY) \
+    KERNEL NAME(const u32* a, u32* o) { \
+        u32 r = 0; \
+        asm volatile("s_mov_b32 s12, 3\n s_getpc_b64 s[8:9]\n" \
+                     "v_add_u32 %0, %0, %1\n s_sub_u32 s12, s12, 1\n s_cmp_eq_u32 s12, 0\n s_cbranch_scc1 1f\n" \
+                     "s_setpc_b64 s[8:9]\n" \
+                     "1: s_getpc_b64 s[10:11]\n 2: s_add_u32 s10, s10, 3f-2b+" #BY "\n s_addc_u32 s11, s11, 0\n" \
+                     "s_setpc_b64 s[10:11]\n v_mov_b32 %0, 0\n 3: s_nop 0" \
+                     : "+v"(r) : "v"(a[T]) : "s8", "s9", "s10", "s11", "s12", "scc"); \
+        o[T] = r; \
+    }
+JUMPS(jumps, 0)
+JUMPS(jumps_astray, 2)
 KERNEL eight_words(const u32* a, u32* o) {
     typedef u32 v8 __attribute__((ext_vector_type(8)));
     v8 r;

@@ -35,7 +35,7 @@ KOG_DEVICE void multiply_fragment(const uint4& w, const typename Operands<Stage>
 
 // The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
 template <class Stage>
-KOG_DEVICE void put_sums(const Block& b, const UnitSums<Stage>& c, float* to) {
+KOG_DEVICE void put_sums(const Block& b, UnitSums<Stage>& c, float* to) {
   using S = OperandLayout<Stage>;
   constexpr int kRows = S::kSetColumns;
   int group = b.warp % 2 * 2 + b.in_warp / 16, which = b.in_warp % 16, column = which % kRows;
@@ -44,6 +44,7 @@ KOG_DEVICE void put_sums(const Block& b, const UnitSums<Stage>& c, float* to) {
 #pragma unroll
   for (int set = 0; set < S::kSets; set++) {
     float v[4];
+    settle(c.of[set]);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       v[i] = c.of[set].v[i];
