@@ -90,7 +90,7 @@ class _Server:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(compile_child.__file__).resolve())],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
