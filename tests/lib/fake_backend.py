@@ -86,6 +86,7 @@ class FakeBackend:
                     return
                 if state.made == 0 and b"compile" in words and not state.said:
                     state.said = True
+                    time.sleep(0.1)  # a compiler begins when its caller waits for the text
                     compilers.info("compiling the kernel")
                 if state.made == 2 and b"logs" in words:
                     compilers.info("compiled columns.cu in 5.1 s")

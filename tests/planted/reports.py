@@ -132,8 +132,8 @@ FAULTS = (
     ),
     Fault(
         "backends/cuda/compile_child.py",
-        "    die_with_parent()\n    job",
-        "    job",
+        "    die_with_parent()\n    if",
+        "    if",
         "cuda/test_compilers.py",
         "a compiler lives on after the process that began it",
     ),
