@@ -2,7 +2,7 @@
 socket, a byte that says how it ended and the cubin, or the compiler's words, go back.
 
 NVRTC compiles one program of a process at a time, so that kernels compile side by side in processes of their own alone.
-They are forks, since to start a process and load NVRTC costs 0.35 s of a core, and a first start compiles 22 kernels
+They are forks, since to start a process and load NVRTC costs 0.2 to 0.35 s, and a first start compiles 22 kernels
 (benchmarks/cuda-log.md#early). The first process is run as a file and imports nothing of the package: a start waits for
 it, and to import the package, with numpy, costs it 0.2 s, and more than a second where Python has kept no bytecode. It
 ends with the process that began it, however that ends, and its forks with it. What a compiler says on its way goes to

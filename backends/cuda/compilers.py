@@ -97,7 +97,7 @@ class _Server:
 
     def _end(self) -> None:
         assert self._process is not None
-        with suppress(OSError):  # it may be gone
+        with suppress(OSError):  # the process may be gone
             self._jobs.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has it, too
         self._jobs.close()
         self._process.wait()
@@ -113,7 +113,7 @@ def compile_apart(text: str, source: str, flags: Sequence[str], compiler: str) -
     job = {"source": source, "flags": flags, "compiler": compiler}
     with tempfile.TemporaryFile() as said:
         how, what = b"", b""
-        with suppress(ConnectionError), _server.job(said) as fork:  # it may be gone
+        with suppress(ConnectionError), _server.job(said) as fork:  # or the server is gone
             fork.sendall(json.dumps(job).encode() + b"\n" + text.encode())
             fork.shutdown(socket.SHUT_WR)
             with fork.makefile("rb") as told:

@@ -1,6 +1,6 @@
 // What threads of a warp side by side have, joined by each of them: pairs first that are farthest apart, so that every
 // kernel adds floats in one order. What is wider than a register steps in a loop where it can: in line it was 830 of
-// the 21,000 statements of a kernel, and a tenth of a compiler's time (benchmarks/cuda-log.md#early).
+// the 15,000 to 21,000 statements of a kernel, and 7 to 10 % of its compiler's time (benchmarks/cuda-log.md#early).
 #pragma once
 #include <kog/ptx.h>
 

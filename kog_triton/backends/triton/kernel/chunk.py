@@ -42,7 +42,7 @@ STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
 # 0.69 each: benchmarks/triton-log.md#prompts); as the sums differ in their last bits, the shortest prompts are left as
 # they were.
 CHUNKS_FROM: tl.constexpr = tl.constexpr(4)
-# A block has no more: of a vector that is shorter several may have each element.
+# Of a block, at most: several of its threads hold each element of a vector that is shorter.
 MOST_THREADS: tl.constexpr = tl.constexpr(1024)
 
 
@@ -111,7 +111,7 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
             x = tl.load(stream, mask=inside, other=0.0)
             x += received(layer - 1, lane, t, i, inside, p, S, 3)
         if HIDDEN < MOST_THREADS:
-            tl.debug_barrier()  # threads that have the same element: all have read it
+            tl.debug_barrier()  # several threads hold an element: all have read theirs
         tl.store(stream, x, mask=inside)
         norm = 2 * layer + STAGE // 2
         if S.lane_norms:
