@@ -168,7 +168,9 @@ def test_requests_share_steps(hip, model, expected, monkeypatch):
         backend = llm.engine.backend
         backend.settle()
         before = hip.launches
-        made = ids(llm.generate(PROMPTS, params))
+        with llm.engine.paused():  # both have come before one of them runs
+            streams = [llm.stream(*asked) for asked in zip(PROMPTS, params, strict=True)]
+        made = [[t for delta in stream for t in delta.token_ids] for stream in streams]
         (columns,) = backend.columns.kernels
         assert (columns.layout.columns, hip.launches - before) == (2, 2)
         prebuilt = prebuild.column_layouts(backend.spec, backend.gpu, backend.max_context)
