@@ -24,7 +24,7 @@ from tests.lib.gfx942.hip_kernel import (
     compiled,
     layout_of,
 )
-from tests.lib.gfx942.hip_mutants import WIDE
+from tests.lib.gfx942.hip_mutants import WIDE, WIDE_PROMPT
 from tests.lib.gfx942.hip_requests import (
     FINISHED,
     MOST_STEPS,
@@ -36,7 +36,7 @@ from tests.lib.gfx942.hip_requests import (
     walk,
     wrong,
 )
-from tests.lib.gfx942.requests import ENDS, expected
+from tests.lib.gfx942.requests import ENDS, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import ALL, CASES
 from tests.lib.lowering_cases import ArrayWeights
 
@@ -72,6 +72,17 @@ def test_blocks_by_xcd_are_the_same_throughout_a_token(name):
 def test_requests_equal_the_reference_whatever_the_order(case, name, seed):
     for conditions in CONDITIONS.values():
         assert generate(walk(case), name, conditions, seed) == (expected(case, name), FINISHED)
+
+
+@pytest.mark.parametrize("rule", [{"top_k": 20}, {"top_k": 5}, {"top_p": 0.3}], ids=str)
+def test_a_cut_among_ids_that_many_threads_hold(rule):
+    """Threads that add to one bin after another stay together: until 2026-11-28 a cut was silently another's."""
+    one = HipWalk(WIDE, ArrayWeights(WIDE), 8)
+    one.conditions = {"steps": MOST_STEPS} | CONDITIONS["adversarial"]
+    for seed in (5, 6):
+        asked = Asked(SamplingParams(temperature=2.5, seed=seed, **rule), WIDE_PROMPT)
+        made = one.generate(list(asked.prompt), TOKENS, asked.params)
+        assert made == (reference_tokens(WIDE, asked), FINISHED)
 
 
 def test_a_stop_id_ends_the_request():

@@ -129,6 +129,15 @@ def test_swizzles(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [("dpp_row_mirror_zero_odd", (1, 14)), ("swizzle_xor_16_low", (32, 48))],
+)
+def test_what_reads_a_lane_that_is_off_is_a_fault_in_adversarial_memory(name, lanes):
+    with pytest.raises(Fault, match="lane {} reads lane {}, which is off".format(*lanes)):
+        run(name, words(1), words(2), memory=WEAK)
+
+
 def test_single_lanes_and_counts():
     a = words(3)
     for name, want in {

@@ -25,8 +25,12 @@ SPECS = {name: case.spec for name, case in CASES.items()} | {
     "four rows": plain(2, hidden_size=36, intermediate_size=2048),
     "four rows of x": plain(1, hidden_size=1024, intermediate_size=64, head_dim=8),
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
+    # What several waves of a block share: its ids, the results that it merges, more splits than a warp joins.
+    "waves": plain(
+        2, hidden_size=64, num_kv_heads=1, head_dim=64, vocab_size=1600, windows=(4, 0)
+    ),
 }
-BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16}
+BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16, "waves": 16}
 # Contexts of ten positions whose splits are one block's, then few blocks', then all blocks'.
 SPLITS = {"split_least": 2, "merged_length": 4}
 FOUR = ("greedy", "sampled", "rules", "edits")
@@ -41,6 +45,7 @@ SHARED = {
     "four rows": FOUR,
     "four rows of x": FOUR,
     "a long K": ("greedy", "sampled"),
+    "waves": ("edits", "sampled"),
 }
 
 
@@ -54,7 +59,7 @@ def columns(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipColumns:
 
 @cache
 def made(case: str, includes: tuple[Path, ...]) -> HipColumns:
-    spec, lengths = spec_of(case), SPLITS if case in ("split", "windows") else {}
+    spec, lengths = spec_of(case), SPLITS if case in ("split", "windows", "waves") else {}
     count = max(2, len(SHARED[case]))
     return HipColumns(
         spec, ArrayWeights(spec), count, BLOCKS.get(case, 8), includes=includes, **lengths

@@ -72,6 +72,7 @@ WIDE_ASKED = {
         WIDE_PROMPT,
     ),
     "wide top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=5), WIDE_PROMPT),
+    "wide top-k": Asked(SamplingParams(temperature=2.5, top_k=20, seed=5), WIDE_PROMPT),
 }
 # What blocks say of their places, and of a token, is gathered by one wave where there are up to 64.
 MANY = plain(1, vocab_size=300, hidden_size=640, intermediate_size=64, num_heads=4, head_dim=8)
@@ -90,7 +91,9 @@ REQUESTS = {
         "mild top-p + logprobs",
         "long, mild top-p + long, greedy",
     ),
+    "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
 }
+COLUMNS = {"columns": "windows", "columns of waves": "waves"}  # the specs, of hip_column_requests.py
 # Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
 ARGUED = {
     "no barrier in sync_consumers": "behind init_block: what it writes is read behind find_place's own barriers",
@@ -176,8 +179,8 @@ class Seen:
 
 
 def walk(case: str) -> HipWalk | HipColumns:
-    if case == "columns":
-        return hip_column_requests.columns("windows")
+    if case in COLUMNS:
+        return hip_column_requests.columns(COLUMNS[case])
     if case == "ranks":
         return _ranks_walk()
     if case == "wide":
@@ -203,8 +206,9 @@ def _ranks_walk() -> HipRankWalk:
 
 
 def _spec(case: str) -> ModelSpec:
+    if case in COLUMNS:
+        return hip_column_requests.spec_of(COLUMNS[case])
     own = {
-        "columns": hip_column_requests.spec_of("windows"),
         "split": hip_requests.SPLIT,
         "ranks": RANKS,
         "wide": WIDE,
@@ -239,7 +243,7 @@ def expected(case: str, name: str) -> Any:
     """What the reference's tokens are, each with the outcome of a request that runs to its length."""
     each = [reference_tokens(_spec(case), asked(one)) for one in name.split(" + ")]
     made = [(tokens, hip_requests.FINISHED) for tokens in each]
-    return made if case == "columns" else made[0]
+    return made if case in COLUMNS else made[0]
 
 
 @cache

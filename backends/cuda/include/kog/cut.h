@@ -107,10 +107,12 @@ KOG_DEVICE void add_to_bins(const Block& b, Level& level, u32 bin, u64 weight) {
     bool mine = bin + 1 == next;
     u32 lows = sum_of_warp(mine ? low : 0), highs = sum_of_warp(mine ? high : 0);
     if (mine) bin = kBins;
-    if (b.in_warp != 0) continue;
-    u64 sum = (static_cast<u64>(highs & ((1u << kCountAt) - 1)) << kLow) + lows;
-    add_shared(&level.counts[next - 1], highs >> kCountAt);
-    if (sum != 0) add_shared(&level.weights[next - 1], sum);
+    if (b.in_warp == 0) {
+      u64 sum = (static_cast<u64>(highs & ((1u << kCountAt) - 1)) << kLow) + lows;
+      add_shared(&level.counts[next - 1], highs >> kCountAt);
+      if (sum != 0) add_shared(&level.weights[next - 1], sum);
+    }
+    rejoin();  // else the others may be a pass ahead, where they look at what thread 0 has
   }
 }
 

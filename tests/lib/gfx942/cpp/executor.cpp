@@ -144,6 +144,7 @@ void gfx_code_at(Machine* m, u64 address) { m->code_at = address; }
 void gfx_workgroup(Machine* m, int gpu, int xcd, const i32* block, int lds_bytes, int entry, const u32* sgprs, int count) {
     m->groups.emplace_back();
     Workgroup& g = m->groups.back();
+    g.lanes_meet = m->options.adversarial;
     g.index = int(m->groups.size()) - 1;
     g.gpu = gpu;
     g.xcd = xcd;

@@ -130,7 +130,7 @@ template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, La
         if (k == 0 && i.dpp >= 0) {
             bool there;
             int from = dpp_lane(i.dpp, l, there);
-            bits = there && (exec >> from & 1) ? low[from] : 0;
+            bits = there && w.gives(exec, l, from) ? low[from] : 0;
         }
         if (k < 2 && i.sdwa) bits = select_bits(bits, i.sel[k], i.sext[k]);
         if (sizeof(T) == 2 && (i.opsel >> k & 1)) bits >>= 16;

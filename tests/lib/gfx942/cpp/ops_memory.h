@@ -156,6 +156,19 @@ enum Lds { READ, READ_TWO, READ_U16, WRITE, WRITE_TWO, ADD, SWIZZLE, PERMUTE_FRO
 
 inline bool changes(Lds what) { return what == WRITE || what == WRITE_TWO || what == ADD; }
 
+inline int swizzled_lane(i32 pattern, int lane) {
+    if ((pattern & 0xFF00) == 0x8000) return (lane & ~3) | (pattern >> 2 * (lane & 3) & 3);
+    if (pattern & 0x8000) throw Fault("ds_swizzle_b32 with offset " + std::to_string(pattern) + " is not known");
+    int and_mask = pattern & 31, or_mask = pattern >> 5 & 31, xor_mask = pattern >> 10 & 31;
+    return (lane & 32) | ((((lane & 31) & and_mask) | or_mask) ^ xor_mask);
+}
+
+// Which lane's data comes to a lane.
+inline int moved_lane(const Flight& f, int lane) {
+    u32 address = f.words[2 + lane], offset = u32(f.inst->offset) | u32(f.inst->offset1) << 8;
+    return f.words[0] == SWIZZLE ? swizzled_lane(i32(offset), lane) : int((address + offset) / 4 & 63);
+}
+
 inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int step) {
     Flight f;
     f.kind = Flight::LDS;
@@ -174,15 +187,9 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
         for (int k = 0; k < rows; k++) take(i.data + k);
     if (what == WRITE_TWO)
         for (int k = 0; k < rows; k++) take(i.src[1] + k);
+    for (int l = 0; moves && l < LANES; l++) w.gives(f.mask, l, moved_lane(f, l));
     if (!writes) w.await(f, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
     launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
-}
-
-inline int swizzled_lane(i32 pattern, int lane) {
-    if ((pattern & 0xFF00) == 0x8000) return (lane & ~3) | (pattern >> 2 * (lane & 3) & 3);
-    if (pattern & 0x8000) throw Fault("ds_swizzle_b32 with offset " + std::to_string(pattern) + " is not known");
-    int and_mask = pattern & 31, or_mask = pattern >> 5 & 31, xor_mask = pattern >> 10 & 31;
-    return (lane & 32) | ((((lane & 31) & and_mask) | or_mask) ^ xor_mask);
 }
 
 // Two waves that touch the same byte without a barrier between, one of them to change it, race, unless both add.
@@ -218,8 +225,7 @@ inline void perform_lds(Wave& w, Flight& f) {
     for (int l = 0; l < LANES; l++) {
         if (!(f.mask >> l & 1)) continue;
         if (what == SWIZZLE || what == PERMUTE_FROM) {
-            // Of what the lanes hold; a lane that is off gives 0.
-            int from = what == SWIZZLE ? swizzled_lane(i32(offset), l) : int((address[l] + offset) / 4 & 63);
+            int from = moved_lane(f, l);
             out[l] = f.mask >> from & 1 ? (what == SWIZZLE ? address : data)[from] : 0;
             continue;
         }

@@ -105,6 +105,9 @@ struct Wave {
         set_word(code + 1, u32(value >> 32));
     }
     u64 exec() const { return pair(EXEC); }
+    // A lane that is off gives 0: what most often reads it is code whose threads a compiler has parted for longer than was
+    // meant. So in adversarial memory it is a fault.
+    bool gives(u64 exec, int lane, int from) const;
     const u32* row(int code, u64 lanes) const {
         touch(code, lanes);
         return row_[code - ROW].lane;
@@ -172,7 +175,15 @@ struct Workgroup {
     std::vector<LdsUse> lds_use;
     std::unordered_map<u64, MemoryUse> memory_use;
     int local_stores = 0;  // in flight
+    bool lanes_meet = false;  // no lane may read what one holds that is off
 };
+
+inline bool Wave::gives(u64 exec, int lane, int from) const {
+    bool on = exec >> from & 1;
+    if (!on && (exec >> lane & 1) && group->lanes_meet)
+        throw Fault("lane " + std::to_string(lane) + " reads lane " + std::to_string(from) + ", which is off");
+    return on;
+}
 
 struct Machine;
 using Handler = void (*)(Machine&, Wave&, const Inst&);
