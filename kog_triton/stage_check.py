@@ -1,19 +1,22 @@
-"""Every stage of a backend against the reference, on a small model (model/small.py): what a GPU that this project
-never ran on must pass.
+"""Every stage of a backend against the reference, and tokens against the definition of sampling, on a small model
+(model/small.py): what a GPU that this project never ran on must pass.
 """
 
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from kog_triton.backends import STAGE_READS, Backend, BackendOptions, find_backend
 from kog_triton.backends.device import gpu_of
+from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.small import CACHED, CONTEXT, small_model
 from kog_triton.model.spec import Head, ModelSpec, Reduce
+from kog_triton.sampling import History, SamplingParams, sample
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
@@ -21,6 +24,14 @@ TOKENS = 2
 # Root mean square of a stage's error over that of what is expected. On an H200 and on a CPU 16 bits cost 6.0e-3 at most
 # (tests/lib/conformance_backends.py); one wrong row of the widest stage costs more than this.
 LIMIT = 0.02
+# Cuts and edits of ids that many threads hold, several of a warp among them. What a compiler makes of such code was
+# wrong for one GPU and right for another (docs/HIP.md, "One source, two vendors").
+PROMPT, CHOSEN = (7, 300, 1000), 6
+CHOICES = (
+    {"top_k": 20},
+    {"top_k": 300, "top_p": 0.3},
+    {"min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": dict.fromkeys(range(0, 1000, 9), 2.0)},
+)
 
 
 def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptions) -> None:
@@ -36,7 +47,7 @@ def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptio
     begun = time.perf_counter()
     count = check_stages(backend, small_model(spec, options.dtype), where)
     log.warning(
-        "%s: %d stages agree with the reference, in %.1f s",
+        "%s: %d stages and what is chosen agree with the reference, in %.1f s",
         where,
         count,
         time.perf_counter() - begun,
@@ -44,7 +55,8 @@ def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptio
 
 
 def check_stages(backend: type[Backend], spec: ModelSpec, where: str) -> int:
-    """How many runs of stages agree with the reference; DeviceError with the first that does not."""
+    """How many runs of stages agree with the reference; DeviceError with the first that does not, or with the first
+    token that the definition of sampling would not have chosen."""
     weights = RandomWeights(spec)
     options = BackendOptions(max_context=CONTEXT, prefill="decode")
     reference = find_backend("reference")(weights, BackendOptions(max_context=CONTEXT))
@@ -63,9 +75,33 @@ def check_stages(backend: type[Backend], spec: ModelSpec, where: str) -> int:
                         f"layer {layer} of a small model): choose another backend, and report this"
                     )
             count += 1
+        for rules in CHOICES:
+            _check_choice(ours, rules, where)
     finally:
         ours.close()
     return count
+
+
+def _check_choice(backend: Backend, rules: dict[str, Any], where: str) -> None:
+    """Each token of a request is the definition's, by the backend's own logits."""
+    params = SamplingParams(temperature=2.5, seed=5, ignore_eos=True, **rules)
+    mailbox = Mailbox()
+    mailbox.post(Request(0, PROMPT, params, 5, CHOSEN))
+    backend.generate(mailbox)
+    tokens = []
+    for step in mailbox.read(0, 0):
+        if isinstance(step, Failure):
+            raise step.error
+        tokens.append(step.token)
+    logits, history = backend.forward_logits([*PROMPT, *tokens[:-1]]), History(PROMPT)
+    for position, token in enumerate(tokens, len(PROMPT)):
+        right = sample(logits[position - 1], params, history, position).token
+        if token != right:
+            raise DeviceError(
+                f"backend {backend.name} chooses token {token} where {right} is right on {where} "
+                f"(sampling by {rules}): choose another backend, and report this"
+            )
+        history.append(token)
 
 
 def mixes(spec: ModelSpec) -> bool:

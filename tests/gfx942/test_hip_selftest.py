@@ -109,3 +109,15 @@ def test_a_stage_that_is_wrong_is_named(stages, monkeypatch, tmp_path):
     spec = named_shape("llama-3.2-1b").replace(windows=(16,) * 16)
     with pytest.raises(DeviceError, match="backend hip computes attention wrong on an executor"):
         stages(spec)
+
+
+@pytest.mark.slow
+def test_threads_that_part_ahead_of_a_cut_choose_wrong(stages, monkeypatch, tmp_path):
+    """As they did until 2026-11-28: no stage was wrong. In plain memory, where a lane that is off gives 0."""
+    adds = "if (b.in_warp == 0) {\n      u64 sum"
+    stays = "rejoin();  // else"
+    cut = ("cut.h", adds, "if (b.in_warp != 0) continue; {\n      u64 sum")
+    include = plant(tmp_path, cut, ("cut.h", stays, "// else"))
+    monkeypatch.setattr(toolchain, "INCLUDES", (INCLUDES[0], include))
+    with pytest.raises(DeviceError, match=r"backend hip chooses token \d+ where \d+ is right"):
+        stages(named_shape("llama-3.2-1b"))

@@ -1,17 +1,21 @@
-"""A GPU that this project never ran on: every stage is tested when a model is opened, and a wrong one is named."""
+"""A GPU that this project never ran on: every stage and what is chosen is tested when a model is opened, and what is
+wrong is named."""
+
+import re
 
 import pytest
 import torch
 
 from kog_triton import LLM, stage_check
 from kog_triton.backends import STAGE_READS, BackendOptions
+from kog_triton.backends.mailbox import Failure
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.model.small import small_model
 from kog_triton.model.spec import DType
 from kog_triton.schedule.topology import describe
-from kog_triton.stage_check import LIMIT, check_new_gpu, check_stages, mixes
+from kog_triton.stage_check import CHOICES, LIMIT, check_new_gpu, check_stages, mixes
 from tests.lib.gpus import H200_SEEN, SEEN
 
 LANES, PLAIN = named_shape("laneformer-2b"), named_shape("qwen2.5-0.5b")
@@ -90,6 +94,36 @@ def test_a_wrong_stage_is_named_and_everything_closed(stage, layer, name, damage
     assert wrong.ran[-1] == ("closed", 0)
 
 
+@pytest.mark.parametrize("rules", CHOICES, ids=str)
+def test_a_token_that_is_not_the_definitions_is_named(rules, monkeypatch):
+    """Of a backend whose logits are not those that it chooses by."""
+
+    class Wrong(Gpu):
+        def forward_logits(self, token_ids):
+            return super().forward_logits(token_ids)[:, ::-1].copy()
+
+    monkeypatch.setattr(stage_check, "CHOICES", (rules,))
+    with pytest.raises(DeviceError) as told:
+        check_stages(Wrong, small_model(PLAIN), "rtx-5090")
+    assert re.fullmatch(
+        r"backend reference chooses token \d+ where \d+ is right on rtx-5090 \(sampling by .*\): "
+        "choose another backend, and report this",
+        str(told.value),
+    )
+    assert Wrong.ran[-1] == ("closed", 0)
+
+
+def test_an_error_of_what_is_chosen_comes_through():
+    class Failing(Gpu):
+        def generate(self, mailbox):
+            (request,) = mailbox.take()
+            mailbox.push(request.slot, Failure(DeviceError("the GPU is lost")))
+
+    with pytest.raises(DeviceError, match="the GPU is lost"):
+        check_stages(Failing, small_model(PLAIN), "here")
+    assert Failing.ran[-1] == ("closed", 0)
+
+
 def test_what_16_bits_cost_is_not_wrong():
     rounded = wrong_in("gate_up_proj", 0, "mlp", lambda v: v.bfloat16().float())
     assert check_stages(rounded, small_model(PLAIN), "here") and LIMIT > 3 * 6.0e-3
@@ -140,7 +174,9 @@ def test_a_new_gpu_is_tested_and_stderr_says_so(on, caplog, which):
     assert (backend, small) == (Gpu, small_model(PLAIN, "fp16"))
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said[0] == f"{where}: this project has never run on it: every stage is tested"
-    assert said[1].startswith(f"{where}: 14 stages agree with the reference, in ")
+    assert said[1].startswith(
+        f"{where}: 14 stages and what is chosen agree with the reference, in "
+    )
     assert where.startswith(describe(SEEN[which]).name) and describe(SEEN[which]).share in where
 
 

@@ -172,4 +172,11 @@ FAULTS = (
         "host/test_stage_check.py",
         "a stage that gives NaN passes",
     ),
+    Fault(
+        "stage_check.py",
+        "if token != right:",
+        "if token < 0:",
+        "host/test_stage_check.py",
+        "a token that is not the definition's passes",
+    ),
 )

@@ -15,8 +15,9 @@ from tests.lib.gfx942.jumps import Code, far_target
 
 # What is known at a place, each with how long it is so at least: where ways meet, what either says, and the shorter.
 State = dict[Any, int]
-# Of what is known ahead of an instruction, its name, text and fields: what is known behind it, and what is wrong.
-Step = Callable[[State, str, str, Any], tuple[State, Iterable[str]]]
+# Of what is known ahead of an instruction, its offset, name, text and fields: what is known behind it, and what is said
+# of it.
+Step = Callable[[State, int, str, str, Any], tuple[State, Iterable[Any]]]
 
 
 def registers(text: str) -> set[str]:
@@ -54,17 +55,23 @@ def _read(code_object: CodeObject, kernel: str) -> tuple[Code, dict[int, str], l
 
 def faults(code_object: CodeObject, kernel: str, step: Step) -> list[str]:
     """What is wrong with a kernel's instructions, each by its offset and text."""
+    text_at = _read(code_object, kernel)[1]
+    return sorted(f"{at:#x} {text_at[at]}: {what}" for at, what in said(code_object, kernel, step))
+
+
+def said(code_object: CodeObject, kernel: str, step: Step) -> set[tuple[int, Any]]:
+    """What is said of a kernel's instructions, each by its offset."""
     code, text_at, goes = _read(code_object, kernel)
     begins = {to for k, ways in enumerate(goes) for to in ways if ways != [k + 1]}
     states: dict[int, State] = {0: {}}
-    todo, found = [0], set[str]()
+    todo, found = [0], set[tuple[int, Any]]()
     while todo:
         k = todo.pop()
         state, ways = states[k], [k]
         while len(ways) == 1 and (ways == [k] or ways[0] not in begins):
             at, name, inst = code[ways[0]]
-            state, bad = step(state, name, text_at[at], inst)
-            found |= {f"{at:#x} {text_at[at]}: {what}" for what in bad}
+            state, what = step(state, at, name, text_at[at], inst)
+            found |= {(at, each) for each in what}
             ways = goes[ways[0]]
         for to in ways:
             old = states.get(to)
@@ -74,4 +81,4 @@ def faults(code_object: CodeObject, kernel: str, step: Step) -> list[str]:
             if new != old:
                 states[to] = new
                 todo.append(to)
-    return sorted(found)
+    return found

@@ -37,7 +37,7 @@ from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
-from tests.lib.gfx942.waits import touched_early
+from tests.lib.gfx942.waits import open_at_meetings, touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
 
@@ -93,7 +93,10 @@ REQUESTS = {
     ),
     "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
 }
-COLUMNS = {"columns": "windows", "columns of waves": "waves"}  # the specs, of hip_column_requests.py
+COLUMNS = {
+    "columns": "windows",
+    "columns of waves": "waves",
+}  # the specs, of hip_column_requests.py
 # Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
 ARGUED = {
     "no barrier in sync_consumers": "behind init_block: what it writes is read behind find_place's own barriers",
@@ -161,6 +164,8 @@ ARGUED_OF = {
         "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
     },
 }  # fmt: skip
+# What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
+OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
 WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
 RANKS = plain(2)
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
@@ -285,8 +290,8 @@ def idle(case: str, mutant: Mutant) -> bool:
     return beyond <= int("but one" in mutant.what)
 
 
-def needed(case: str, mutant: Mutant) -> list[str]:
-    """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
+def _patched(case: str, mutant: Mutant) -> CodeObject:
+    """The object with a mutant's waits."""
     kernel, change = walk(case).kernel, mutant.kernel.records
     made, code = kernel.code_object, kernel.code_object.code(kernel.name)[1]
     patched = bytearray(code)
@@ -294,15 +299,41 @@ def needed(case: str, mutant: Mutant) -> list[str]:
         at = int(change["at"][k])
         patched[at : at + 2] = int(change["offset"][k]).to_bytes(2, "little")
     assert made.blob.count(code) == 1
-    return touched_early(CodeObject(made.blob.replace(code, bytes(patched))), kernel.name)
+    return CodeObject(made.blob.replace(code, bytes(patched)))
+
+
+def needed(case: str, mutant: Mutant) -> list[str]:
+    """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
+    return touched_early(_patched(case, mutant), walk(case).kernel.name)
+
+
+@cache
+def _open_as_it_is(case: str) -> set[tuple[int, int]]:
+    kernel = walk(case).kernel
+    return open_at_meetings(kernel.code_object, kernel.name)
+
+
+def newly_open(case: str, mutant: Mutant) -> set[str]:
+    """The places of what such a mutant has in flight where waves meet, on any way, and the kernel as it is has not; but
+    for what only its own wave looks at."""
+    kernel = walk(case).kernel
+    more = open_at_meetings(_patched(case, mutant), kernel.name) - _open_as_it_is(case)
+    index = {int(at): k for k, at in enumerate(kernel.records["at"])}
+    places = chains(kernel.code_object, kernel.name)
+    all_of = [[name.partition("<")[0] for name in places[index[op]]] for _, op in more]
+    return {" > ".join(chain) for chain in all_of if OWN.isdisjoint(chain)}
 
 
 def explained(case: str, mutant: Mutant) -> str:
-    """Why no run tells the mutant: as was argued, or since other ways through the code need the wait; else ""."""
+    """Why no run tells the mutant: as was argued, since other ways through the code need the wait, or since none does; or
+    ""."""
     where = place(case, mutant)
     argued = ARGUED_OF.get(case, {}).get(where) or ARGUED.get(where, "")
-    ways = needed(case, mutant) if " wait for " in mutant.what and not argued else []
-    return argued or (f"other ways need it: {ways[0]}" if ways else "")
+    if argued or " wait for " not in mutant.what:
+        return argued
+    if ways := needed(case, mutant):
+        return f"other ways need it: {ways[0]}"
+    return "" if newly_open(case, mutant) else "no way needs it"
 
 
 def tried(case: str) -> Iterator[Mutant]:

@@ -144,7 +144,7 @@ def _behind_matrix(one: _Seen, register: str, passes: int, result: str) -> int:
     return passes + 1
 
 
-def _step(state: State, name: str, text: str, inst: Any) -> tuple[State, list[str]]:
+def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, list[str]]:
     if name == "S_NOP":
         return _later(state, inst.simm16 + 1), []
     one = _seen(name, text)
