@@ -325,8 +325,8 @@ def newly_open(case: str, mutant: Mutant) -> set[str]:
 
 
 def explained(case: str, mutant: Mutant) -> str:
-    """Why no run tells the mutant: as was argued, since other ways through the code need the wait, or since none does; or
-    ""."""
+    """Why no run tells the mutant: as was argued, since other ways through the code need the wait, or since none does;
+    else ""."""
     where = place(case, mutant)
     argued = ARGUED_OF.get(case, {}).get(where) or ARGUED.get(where, "")
     if argued or " wait for " not in mutant.what:
