@@ -1,7 +1,7 @@
 // Each kernel but `aligned`, `acquired` and `met` relies on what no document of gfx942 promises: an order within one
 // instruction, one line, one counter; that what nobody loaded is in no cache, and nothing old behind an invalidation;
-// that a wave ends only once its stores have. Two workgroups,
-// of which the first writes and the second reads; `out` has a word a lane.
+// that a wave ends only once its stores have. Two workgroups, of which the first writes and the second reads; `out` has
+// a word a lane.
 typedef unsigned u32;
 typedef unsigned long long u64;
 typedef u32 u4 __attribute__((ext_vector_type(4)));
