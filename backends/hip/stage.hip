@@ -1,4 +1,5 @@
 // The second entry point: one stage alone. The generated header stands before this text.
+#include <kog/place.h>
 #include <kog/stage.h>
 
 KOG_KERNEL void kog_stage(const kog::StageCall call) {

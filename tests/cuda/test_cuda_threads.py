@@ -175,7 +175,7 @@ def test_one_buffer_too_few_is_seen(tmp_path):
         ),
     )
     spec, blocks, _ = SPECS["lanes"]
-    ours = ThreadWalk(spec, RandomWeights(spec), blocks, judged=False, include=single)
+    ours = ThreadWalk(spec, RandomWeights(spec), blocks, judge=(), include=single)
     expected = expected_of("lanes").generate(IDS, 6)
     for seed in range(1, 9):
         ours.run(ours.words(IDS, 6), IDS, seed, limit=LIMIT)
@@ -192,7 +192,7 @@ def test_a_word_that_nobody_waited_for_is_seen(tmp_path):
     all_four = "for (int j = 0; j < 4; j++) late[i]"
     hasty = plant(tmp_path, ("words.h", all_four, all_four.replace("j < 4", "j < 1")))
     spec, blocks, changes = SPECS["splits"]
-    ours = ThreadWalk(spec, RandomWeights(spec), blocks, judged=False, include=hasty, **changes)
+    ours = ThreadWalk(spec, RandomWeights(spec), blocks, judge=(), include=hasty, **changes)
     expected = expected_of("splits").generate(IDS, 6)
     for seed in range(1, 9):
         ours.run(ours.words(IDS, 6), IDS, seed, limit=LIMIT)

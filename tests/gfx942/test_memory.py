@@ -30,7 +30,9 @@ def broken(name: str, seed: int, memory: Memory) -> bool:
         return "is touched while a load is to fill it" in str(fault)
 
 
-@pytest.mark.parametrize("name", ["lanes", "wide", "line", "unread", "ended", "counters"])
+@pytest.mark.parametrize(
+    "name", ["lanes", "wide", "line", "unread", "refilled", "ended", "counters"]
+)
 def test_what_no_document_promises_is_broken(name):
     assert any(broken(name, seed, memory_of(seed)) for seed in SEEDS)
     assert all(right(name, seed, PLAIN) for seed in range(4))
@@ -38,6 +40,10 @@ def test_what_no_document_promises_is_broken(name):
 
 def test_eight_aligned_bytes_are_not_torn():
     assert all(right("aligned", seed, memory_of(seed)) for seed in SEEDS)
+
+
+def test_an_acquire_behind_a_wait_finds_what_was_stored():
+    assert all(right("acquired", seed, memory_of(seed)) for seed in SEEDS)
 
 
 def test_waves_of_a_workgroup_find_what_was_stored_ahead_of_a_barrier():

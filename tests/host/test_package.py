@@ -113,6 +113,8 @@ def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel):
         ("demo", "*.json"),
         ("server/playground", "*.*"),
         ("server/playground", "LICENSE"),
+        ("backends/cuda", "*.h"),
+        ("backends/hip", "*.h*"),
     ):
         for file in (ROOT / "kog_triton" / folder).rglob(pattern):
             assert file.relative_to(ROOT).as_posix() in names

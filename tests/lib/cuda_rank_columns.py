@@ -11,6 +11,7 @@ from kog_triton.backends.cuda.layout.protocol import Word
 from kog_triton.backends.request_words import encode
 from kog_triton.backends.token_words import NUMBER_MASK, OUTCOME_SHIFT, Outcome
 from tests.lib.cuda_ranks import ALL, RankThreadWalk, RankWalk
+from tests.lib.cuda_threads import JUDGED
 from tests.lib.cuda_walk import FLAGS, compile_walk
 
 
@@ -77,8 +78,8 @@ class RankColumnWalk(RankWalk):
 class RankColumnThreadWalk(RankColumnWalk, RankThreadWalk):
     """RankColumnWalk with a CPU thread for every block of every rank."""
 
-    def __init__(self, spec, weights, ranks, columns, num_blocks, judged=True, **options):
-        self._judged = judged
+    def __init__(self, spec, weights, ranks, columns, num_blocks, judge=JUDGED, **options):
+        self._judge_flags = judge
         RankColumnWalk.__init__(self, spec, weights, ranks, columns, num_blocks, **options)
 
     def _compile(self, **changes):

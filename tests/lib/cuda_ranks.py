@@ -12,7 +12,7 @@ from kog_triton.backends.cuda.rank_memory import allocate_ranks, rank_pointers
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.cuda_threads import ThreadWalk, thread_flags
+from tests.lib.cuda_threads import JUDGED, ThreadWalk, thread_flags
 from tests.lib.cuda_walk import (
     HERE,
     INCLUDE,
@@ -101,12 +101,12 @@ class RankThreadWalk(RankWalk, ThreadWalk):
 
     limit = 1 << 26
 
-    def __init__(self, spec, weights, ranks, num_blocks, judged=True, **changes):
-        self._judged = judged
+    def __init__(self, spec, weights, ranks, num_blocks, judge=JUDGED, **changes):
+        self._judge_flags = judge
         super().__init__(spec, weights, ranks, num_blocks, **changes)
 
     def _compile(self, include=INCLUDE, **changes):
-        flags = thread_flags(self.source, self._judged)
+        flags = thread_flags(self._flags(), self._judge_flags)
         self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
 
     def run(self, request, prompt, seed=0, limit=None, logits=None, absent=ALL, control=0):

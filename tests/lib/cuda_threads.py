@@ -32,14 +32,17 @@ from tests.lib.cuda_walk import (
 )
 
 JUDGED = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
+# Another judge: of accesses outside of a tensor, of shared memory or of an array, and of what C++ does not define.
+# (Optimized, what it is to judge compiles for three times as long.)
+BOUNDED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 MOST = 1_000_000  # rounds of a block
 ALIGNMENT = 1024  # of a tensor in the file
-RACE = 66  # the judge's exit code
+RACE = 66  # a judge's exit code
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended: exit code, and what ThreadSanitizer had to say."""
+    """How a run ended: exit code, and what the judge had to say."""
 
     code: int
     report: str
@@ -51,10 +54,9 @@ class Verdict:
         return set(re.findall(rf"#\d+ [^(]*?\bkog::(?!host\b){scopes}(\w+)[(<]", self.report))
 
 
-def thread_flags(source: str, judged: bool) -> tuple[str, ...]:
+def thread_flags(flags: tuple[str, ...], judge: tuple[str, ...]) -> tuple[str, ...]:
     """What a kernel whose blocks are threads is compiled with."""
-    judge = JUDGED if judged else ()
-    return (*FLAGS[source], "-g", "-pthread", "-DKOG_THREADS", *judge)
+    return (*flags, "-g", "-pthread", "-DKOG_THREADS", *judge)
 
 
 class ThreadWalk(Walk):
@@ -62,16 +64,19 @@ class ThreadWalk(Walk):
 
     source, slots = "decode.cu", 1
 
-    def __init__(self, spec, weights, num_blocks, judged=True, include=INCLUDE, **changes):
+    def __init__(self, spec, weights, num_blocks, judge=JUDGED, include=INCLUDE, **changes):
         self.spec = spec
         self.layout = self._lay_out(num_blocks)
-        flags = thread_flags(self.source, judged)
+        flags = thread_flags(self._flags(), judge)
         self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
         self.memory = memory.allocate(self.layout, weights, self.slots, torch.device("cpu"))
         self.verdict = Verdict(0, "")
 
     def _lay_out(self, num_blocks):
         return layout_of(self.spec, num_blocks)
+
+    def _flags(self):
+        return FLAGS[self.source]
 
     def run(self, request, prompt, seed=0, limit=1 << 26, logits=None, absent=-1, control=0):
         """1, or -1 if the blocks did not end; `verdict` says what else there is to say."""
@@ -89,11 +94,14 @@ class ThreadWalk(Walk):
         size = sum(ctypes.sizeof(argument) for argument in arguments)
         at = -(-size // ALIGNMENT) * ALIGNMENT
         places = {}  # by address: offset in the file, and the tensor
+        gaps = []  # behind each tensor, begin and end: nobody's
         for argument, tensors in zip(arguments, memories, strict=True):
             for name, tensor in tensors.items():
                 if tensor.data_ptr() not in places:
                     places[tensor.data_ptr()] = (at, tensor)
-                    at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+                    gaps.append(at + tensor.nbytes)
+                    at += (-(-tensor.nbytes // ALIGNMENT) + 1) * ALIGNMENT
+                    gaps.append(at)
                 setattr(argument, name, places[tensor.data_ptr()][0])
         for argument in arguments:
             for name in ("peers", "errors") if len(arguments) > 1 else ():
@@ -108,14 +116,14 @@ class ThreadWalk(Walk):
                 file.seek(place)
                 file.write(bytes_of(tensor))
             file.flush()
-            self.verdict = self._judge(file.name, seed)
+            self.verdict = self._judge(file.name, seed, gaps)
             for place, tensor in places.values():
                 file.seek(place)
                 bytes_of(tensor)[:] = file.read(tensor.nbytes)
         return -1 if self.verdict.code == 1 else 1
 
-    def _judge(self, image: str, seed: int) -> Verdict:
-        command = [str(self.program), image, str(seed), str(MOST)]
+    def _judge(self, image: str, seed: int, gaps: list[int]) -> Verdict:
+        command = [str(self.program), image, str(seed), str(MOST), *map(str, gaps)]
         done = judged_run(command)
         if "unexpected memory mapping" in done.stderr:  # addresses too random for the judge
             done = judged_run(["setarch", "-R", *command])
@@ -148,13 +156,17 @@ class ColumnThreadWalk(ThreadWalk):
 
 
 def judged_run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    options = "halt_on_error=1 report_signal_unsafe=0"  # nothing is suppressed
+    options = {
+        "TSAN_OPTIONS": "halt_on_error=1 report_signal_unsafe=0",  # nothing is suppressed
+        "ASAN_OPTIONS": f"exitcode={RACE} detect_leaks=0",  # blocks stay until the process ends
+        "UBSAN_OPTIONS": f"exitcode={RACE} print_stacktrace=1",
+    }
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"TSAN_OPTIONS": options},
+        env=os.environ | options,
     )
 
 

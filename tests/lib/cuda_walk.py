@@ -63,19 +63,32 @@ def changed(text: str, **numbers) -> str:
 
 
 def build_walk(
-    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None, streams=None
+    layout,
+    source,
+    flags,
+    include=INCLUDE,
+    split_least=None,
+    merged_length=None,
+    streams=None,
+    seams=(HERE,),
+    entry="",
 ) -> Path:
-    """What g++ makes of one model and a source of cuda_host; kept by content."""
+    """What g++ makes of one model and a source of cuda_host; kept by content.
+
+    seams  folders whose headers stand before those of `include`
+    entry  the text of a kernel's source, behind the layout's header
+    """
     changes = {"split_least": split_least, "merged_length": merged_length, "streams": streams}
-    text = changed(header.render(layout), **changes)
-    sources = [source, *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
+    text = changed(header.render(layout), **changes) + entry
+    folders = [*seams, include]
+    sources = [source, *(header for each in folders for header in sorted(each.rglob("*.h")))]
     parts = [version_of("g++"), text.encode(), " ".join(flags).encode()]
 
     def make(draft: Path) -> None:
         draft.with_suffix(".h").write_text(text)
         subprocess.run(
             ["g++", "-std=c++20", "-Wno-unknown-pragmas", *flags,
-             f'-DGENERATED="{draft.with_suffix(".h")}"', f"-I{HERE}", f"-I{include}",
+             f'-DGENERATED="{draft.with_suffix(".h")}"', *(f"-I{folder}" for folder in folders),
              str(source), "-o", str(draft)],
             check=True,
         )  # fmt: skip

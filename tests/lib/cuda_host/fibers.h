@@ -1,12 +1,14 @@
 // The blocks of a kernel as fibers: where a GPU thread begins and ends, and in what order the warps of
 // a block run. The generated header is included first; STAGE makes it the kernel of one stage,
-// COLUMNS that of several requests a step, HEAD_STEPS and HEAD_STEP those of first tokens; PASS names a source of a prompt's pass, whose
-// function ENTRY takes a CALL in blocks of THREADS with SHARED bytes.
+// COLUMNS that of several requests a step, HEAD_STEPS and HEAD_STEP those of first tokens. PASS names a source of a
+// prompt's pass, whose function ENTRY takes a CALL in blocks of THREADS with SHARED bytes. An ENTRY of
+// one CALL alone stands behind the header.
 #pragma once
 #include GENERATED
 #ifdef PASS
 #include <kog/prompt/hopper.h>
 #include PASS
+#elif defined(ENTRY)
 #elif defined(STAGE)
 #include <kog/stage_roles.h>
 #elif defined(HEAD_STEP)
@@ -29,7 +31,7 @@ namespace kog::host {
 KOG_OWN Fiber* current;
 KOG_OWN i64 ticks;
 static KOG_OWN void* scheduler_stack;
-#ifdef PASS
+#ifdef CALL
 using Argument = CALL;
 #elif defined(STAGE)
 using Argument = StageCall;
@@ -99,6 +101,8 @@ KOG_EMULATED void sync_all(BlockState& b) {
 static void run_thread() {
 #ifdef PASS
   ENTRY(*argument);
+#elif defined(ENTRY)
+  ENTRY(argument[current->rank]);
 #elif defined(STAGE)
   Block b(argument->p);
   init_ring(b);

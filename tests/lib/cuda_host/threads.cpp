@@ -1,11 +1,11 @@
 // Runs every block of the kernel on a CPU thread of its own, each as fibers (fibers.h). A program, not
 // a library: ThreadSanitizer has to be there from the start.
 //
-//     threads IMAGE SEED MOST
+//     threads IMAGE SEED MOST [BEGIN END]...
 //
 // IMAGE is a file that is memory: the argument of each rank, whose pointers are offsets in the file, then
-// what they point at. The kernel works in the file itself. Exit code 0, 1 if the blocks did not end
-// within MOST rounds each, or the judge's.
+// what they point at, and between each two BEGIN and END nothing, which AddressSanitizer watches. The kernel works in
+// the file itself. Exit code 0, 1 if the blocks did not end within MOST rounds each, or the judge's.
 #include "fibers.h"
 
 #include <fcntl.h>
@@ -16,6 +16,11 @@
 #include <cstddef>
 #include <cstdlib>
 #include <thread>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(at, bytes) ((void)0)
+#endif
 
 using namespace kog::host;
 
@@ -76,11 +81,13 @@ static void run_block(int index, int seed, long most, bool* ended) {
 }
 
 int main(int argc, char** argv) {
-  if (argc != 4) return 2;
+  if (argc < 4) return 2;
   size_t bytes = 0;
   kog::u8* image = open_image(argv[1], bytes);
   auto* ranks = reinterpret_cast<Argument*>(image);
   for (int i = 0; i < kog::kRanks; i++) relocate(ranks[i], reinterpret_cast<kog::u64>(image));
+  for (int i = 4; i + 1 < argc; i += 2)
+    ASAN_POISON_MEMORY_REGION(image + atol(argv[i]), static_cast<size_t>(atol(argv[i + 1]) - atol(argv[i])));
   argument = ranks;
   shared.base = image;
   shared.fences = static_cast<kog::u32*>(calloc(bytes / 4 + 1, sizeof(kog::u32)));

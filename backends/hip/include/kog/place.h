@@ -18,6 +18,12 @@ struct DieCounts {
 constexpr int kCountsAt = kBlocks * 4;
 static_assert(kScratchBytes >= kCountsAt + static_cast<int>(sizeof(DieCounts)));
 
+// Before the first Block is made.
+KOG_DEVICE void begin_place() {
+  if (wave_index() == 0 && in_wave() == 0) *in_shared(place_in_shared()) = workgroup_index();
+  sync_consumers();
+}
+
 // The block that a workgroup is: number `own` of those of `die`.
 KOG_DEVICE int block_of(const DieCounts& counts, int die) {
   // Rolled: it runs once a launch.
@@ -66,7 +72,7 @@ KOG_DEVICE void find_place(Block& b) {
     counts->all[b.thread] = all, counts->before[b.thread] = before;
   }
   sync_consumers();
-  b.place.index = __builtin_amdgcn_readfirstlane(block_of(*counts, die_index()));
+  b.place.index = static_cast<int>(of_wave(static_cast<u32>(block_of(*counts, die_index()))));
   if (b.thread == 0) *in_shared(place_in_shared()) = b.place.index;
   sync_consumers();
   b.begin_stage();

@@ -161,7 +161,7 @@ KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) {
 // nothing to write back; and each wave has drained its own stores ahead of a barrier.
 KOG_DEVICE void release_gpu() { asm volatile("" ::: "memory"); }
 // Behind the wait for such a word, ahead of plain loads: what they may find in the caches is old. The wait has ended, so
-// its loads have.
+// its loads have; of weights on their way, which may bring lines behind it, nothing is ever old.
 KOG_DEVICE void acquire_gpu() { asm volatile("buffer_inv sc1" ::: "memory"); }
 // Ahead of relaxed loads, which find nothing old.
 KOG_DEVICE void acquire_words() { asm volatile("" ::: "memory"); }
@@ -271,11 +271,6 @@ KOG_DEVICE void sync_consumers() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
-// Before the first Block is made.
-KOG_DEVICE void begin_place() {
-  if (wave_index() == 0 && in_wave() == 0) *in_shared(place_in_shared()) = workgroup_index();
-  sync_consumers();
-}
 // A barrier that also says whether any thread brought `p`.
 KOG_DEVICE bool any_consumer(bool p) {
   static __attribute__((shared)) u32 brought[kWaves];
@@ -295,24 +290,10 @@ KOG_DEVICE void add_shared(T* p, T v) {
 }
 KOG_DEVICE u32 load_volatile(const u32* p) { return *in_shared(static_cast<const volatile u32*>(p)); }
 KOG_DEVICE void store_volatile(u32* p, u32 v) { *in_shared(static_cast<volatile u32*>(p)) = v; }
-// A wait that has failed looks at the clock itself: a wave that watched over the others would take a third of the
-// registers. From a millisecond on it hears of other blocks' expired waits too.
-template <class Block>
-KOG_DEVICE void watch_own_wait(const Block& b) {
-  if (b.in_warp != 0) return;
-  u32* began = &b.small->waits[b.warp];
-  u32 since = load_volatile(began);
-  if ((since & 1) == 0) return;  // it has expired
-  // Signed: made odd, `since` may be a tick ahead.
-  i64 waited = static_cast<i64>(static_cast<int>(static_cast<u32>(clock_ticks()) - since)) * kTickNs;
-  if (waited > 1000000 && (load_relaxed(b.p.error) != 0 || told_to_leave(b.p))) store_volatile(&b.small->leave, 1);
-  if (waited > b.p.limit && compare_and_swap(b.p.error, 0, 1) == 0) {
-    store_relaxed(b.p.error + 1, static_cast<u32>(b.block));
-    store_volatile(began, 2);  // kExpired
-    store_volatile(&b.small->leave, 1);
-    tell_ranks_to_leave(b.p);
-  }
-}
+
+}  // namespace kog
+#include <kog/own_waits.h>
+namespace kog {
 
 // ---- arithmetic ----
 

@@ -27,19 +27,19 @@
 #define KOG_EMULATED inline
 #endif
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct ulonglong2 {
+struct alignas(16) ulonglong2 {
   unsigned long long x, y;
 };
 
@@ -53,8 +53,10 @@ using i64 = long long;
 template <class T>
 using Memory = T*;
 
+#ifndef KOG_WAVE
 constexpr int kMostHeldRanks = 64;
 constexpr bool kMaskInRegister = true;
+#endif
 
 namespace host {
 
@@ -85,6 +87,14 @@ struct Store {
   i64 lands;
 };
 constexpr int kMostWarps = 32, kMostCopies = 512;
+#ifdef KOG_WAVE
+// Threads of two warps, or of one, that meet.
+struct Wave {
+  int arrived = 0;
+  u64 generation = 0;
+  u32 shown[2][KOG_WAVE][4];
+};
+#endif
 
 struct BlockState {
   u8* shared = nullptr;
@@ -96,6 +106,10 @@ struct BlockState {
   int num_copies = 0;
   struct Witness* witness = nullptr;  // concurrent.h
   std::vector<Store> stores;
+#ifdef KOG_WAVE
+  int place = 0;
+  Wave waves[kMostWarps];
+#endif
 };
 
 struct Fiber {
@@ -172,16 +186,20 @@ KOG_EMULATED u32 to_half(float v, bool f16) {
 namespace kog {
 
 KOG_EMULATED int thread_index() { return host::current->thread; }
+#ifndef KOG_WAVE
 struct BlockPlace {};
 KOG_EMULATED int block_index(BlockPlace = {}) { return host::current->block_index; }
+#endif
 inline void sleep_a_while() { host::yield(); }
 template <int>
 void take_registers() {}
 template <int>
 void give_registers() {}
+#ifndef KOG_WAVE
 // An SM's clock runs faster than the GPU's and began at another time: who takes one for the other is seen.
 inline i64 clock_ticks() { return 3 * host::clock() + 1000; }
 inline u64 nanoseconds() { return static_cast<u64>(host::clock()); }
+#endif
 KOG_EMULATED u8* shared_memory() { return host::current->block->shared; }
 
 inline uint4 load_relaxed4(const u32* p) {
@@ -223,7 +241,9 @@ KOG_EMULATED u32 threads_with(bool p) {
   return bits;
 }
 inline void rejoin() {}
+#ifndef KOG_WAVE
 inline u32 of_wave(u32 v) { return v; }
+#endif
 inline float shuffle_xor(float v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u32 shuffle_xor(u32 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
 inline u64 shuffle_xor(u64 v, int mask) { return host::exchange(v, host::thread() ^ mask); }
@@ -270,8 +290,10 @@ inline void sync_consumers() { any_consumer(false); }
 inline void add_shared(u32* p, u32 v) { host::add(p, v); }
 inline void add_shared(u64* p, u64 v) { host::add(p, v); }
 
+#ifndef KOG_WAVE
 template <class Block>
 void watch_own_wait(const Block&) {}
+#endif
 
 inline float log2_fast(float x) { return std::log2(x); }
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }

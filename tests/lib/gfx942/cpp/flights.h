@@ -145,6 +145,23 @@ inline void stir(Machine& m, Wave& w) {
             }
 }
 
+// Loads of the wave itself that it has not waited for may have found their lines ahead of the invalidation, and bring
+// them behind it: LLVM's code for an acquire waits first. It does not wait for other waves' loads, which share the
+// caches, so those bring nothing old.
+inline void invalidate(Machine& m, Wave& w, int scope) {
+    std::vector<std::pair<Line, Line>> old;
+    for (size_t k = 0; k < w.vector_queue.size(); k++) {
+        Flight& f = w.vector_queue[k];
+        if (f.kind != Flight::LOAD || !f.local() || f.lines.empty() || !m.random.chance(EVEN)) continue;
+        if (!f.performed && !may_overtake(w.vector_queue, k)) continue;
+        perform(m, w, f);
+        u64 address = f.addresses[size_t(__builtin_ctzll(f.mask))];
+        for (u64 number : f.lines) old.push_back(m.held(*w.group, number, m.range_of(address, f.bytes).shared));
+    }
+    m.invalidate(*w.group, scope);
+    for (const auto& lines : old) m.bring(*w.group, lines, scope);
+}
+
 inline void launch(Machine& m, Wave& w, std::deque<Flight>& queue, size_t most, Flight&& f) {
     if (!m.options.adversarial) {
         perform(m, w, f);

@@ -261,6 +261,23 @@ struct Machine {
                 refresh(g, line, AGENT_SCOPE, range_of(first_written(line), 1).shared);
             });
     }
+    // A line as a workgroup's plain loads find it, in its L1 and in the L2.
+    std::pair<Line, Line> held(const Workgroup& g, u64 number, bool shared) {
+        view(g, number, WAVE_SCOPE, shared);
+        Line first = *l1[g.index]->find(number);
+        return {first, l2_line(g, number, shared)};
+    }
+    // Behind an invalidation such a line comes in once more, as old as it was.
+    void bring(const Workgroup& g, const std::pair<Line, Line>& old, int scope) {
+        u64 number = old.first.number;
+        if (scope >= WORKGROUP_SCOPE)
+            std::memcpy(l1[g.index]->claim(number, [](Line&) {}).bytes, old.first.bytes, LINE);
+        if (scope < AGENT_SCOPE) return;
+        Line* line = l2[g.xcd]->find(number);
+        if (!line) line = &l2[g.xcd]->claim(number, [&](Line& other) { write_line_below(g, other); });
+        for (u64 k = 0; k < LINE; k++)
+            if (!line->written[k]) line->bytes[k] = old.second.bytes[k];
+    }
     // What the end of a kernel does.
     void flush() {
         if (!options.adversarial) return;

@@ -373,7 +373,7 @@ static const Operation MEMORY_OPERATIONS[] = {
          f.scope = i.scope;
          launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
      }},
-    {"BUFFER_INV", [](Machine& m, Wave& w, const Inst& i) { m.invalidate(*w.group, i.scope); }},
+    {"BUFFER_INV", [](Machine& m, Wave& w, const Inst& i) { invalidate(m, w, i.scope); }},
     LDS(DS_READ_B32, READ, 4, 0),
     LDS(DS_READ_B64, READ, 8, 0),
     LDS(DS_READ_B128, READ, 16, 0),

@@ -1,6 +1,7 @@
-// Each kernel but `aligned` and `met` relies on what no document of gfx942 promises: an order within one instruction, one
-// line, one counter; that what nobody loaded is in no cache; that a wave ends only once its stores have. Two workgroups,
-// of which the first writes and the second reads; `out` has a word a lane.
+// Each kernel but `aligned`, `acquired` and `met` relies on what no document of gfx942 promises: an order within one
+// instruction, one line, one counter; that what nobody loaded is in no cache, and nothing old behind an invalidation;
+// that a wave ends only once its stores have. Two workgroups, of which the first writes and the second reads; `out` has
+// a word a lane.
 typedef unsigned u32;
 typedef unsigned long long u64;
 typedef u32 u4 __attribute__((ext_vector_type(4)));
@@ -74,6 +75,29 @@ KERNEL unread(u32* words, u32* out) {
         out[T] = data[64 + T];
     }
 }
+
+// As `unread` with its acquire, of a line that a load which nobody has waited for brings: behind the invalidation too.
+#define ACQUIRED(name, wait) \
+    KERNEL name(u32* words, u32* out) { \
+        u32 *flag = words, *data = words + 64; \
+        if (B == 0) { \
+            store(data + T, 5); \
+            drain(); \
+            if (T == 0) store(flag, 1); \
+        } else { \
+            out[T] = data[T]; \
+            wait_for(flag); \
+            u32 early, x; \
+            asm volatile("global_load_dword %1, %2, off\n" wait "buffer_inv sc1\nglobal_load_dword %0, %2, off\n" \
+                         "s_waitcnt vmcnt(0)" \
+                         : "=&v"(x), "=&v"(early) \
+                         : "v"(data + T) \
+                         : "memory"); \
+            out[T] = x; \
+        } \
+    }
+ACQUIRED(refilled, )
+ACQUIRED(acquired, "s_waitcnt vmcnt(0)\n")
 
 // The second wave stores and ends; the first meets nobody at the barrier, and says that all is there.
 KERNEL ended(u32* words, u32* out) {

@@ -1,0 +1,153 @@
+"""The HIP kernel's own C++ on a CPU, by g++: its threads are fibers, its blocks fibers or CPU threads under a judge.
+
+Another compiler and another machine than the executor's (tests/lib/gfx942): what they agree on, tokens of requests and
+results of stages, is the source's own. Of ThreadSanitizer as in tests/cuda/test_cuda_threads.py.
+"""
+
+import re
+
+import pytest
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.layout import header
+from kog_triton.backends.mailbox import Failure
+from kog_triton.model.small import small_model
+from kog_triton.stage_check import check_stages
+from tests.lib.cuda_requests import serve, tokens_of
+from tests.lib.cuda_threads import BOUNDED, JUDGED
+from tests.lib.gfx942 import hip_column_requests as columns
+from tests.lib.gfx942.hip_requests import LENGTHS, NAMES, SPLIT, SPLIT_NAMES, split_tokens
+from tests.lib.gfx942.requests import ASKED, TOKENS, expected
+from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.hip_walk import HipColumnBackend, HipColumnThreadWalk, HipFiberBackend, HipThreadWalk
+from tests.lib.lowering_cases import ArrayWeights
+
+slow = pytest.mark.slow
+UNLIMITED_NS = 1 << 40
+SHORT = ("split", "windows")  # contexts, of columns
+JUDGES = {"races": JUDGED, "bounds": BOUNDED}
+
+
+def opened(kind, spec, num_blocks, num_slots=1, seed=0, **options):
+    of = {key: options.pop(key) for key in ("wave", "chunk_positions") if key in options}
+    given = BackendOptions(max_context=64, num_slots=num_slots, num_gpus=options.pop("gpus", 1))
+    return type("Opened", (kind,), of)(ArrayWeights(spec), given, num_blocks, seed, **options)
+
+
+def asked(backend, name):
+    (steps,) = serve(backend, ASKED[name].request()).values()
+    return tokens_of(steps)
+
+
+@pytest.mark.parametrize("wave", [64, pytest.param(32, marks=slow)])
+@pytest.mark.parametrize(
+    "case", ["llama", *(pytest.param(c, marks=slow) for c in NAMES if c != "llama")]
+)
+def test_requests_equal_the_reference(case, wave):
+    """By waves of two warps, as CDNA's, and of one; single warps are held back."""
+    backend = opened(HipFiberBackend, CASES[case].spec, CASES[case].num_blocks, seed=-9, wave=wave)
+    for name in NAMES[case]:
+        assert asked(backend, name) == expected(case, name)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c == "qwen3" else slow) for c in columns.SHARED]
+)
+def test_requests_that_share_a_step_equal_the_reference(case, monkeypatch):
+    if case in SHORT:
+        shorten(monkeypatch, columns.SPLITS)
+    names = columns.SHARED[case]
+    count, blocks = max(2, len(names)), columns.BLOCKS.get(case, 8)
+    spec = columns.spec_of(case)
+    backend = opened(HipColumnBackend, spec, blocks, count, seed=-9, counts=(count,))
+    made = serve(backend, *(ASKED[name].request(i) for i, name in enumerate(names)))
+    for i, name in enumerate(names):
+        assert tokens_of(made[i]) == columns.expected(case, name)
+    assert sum(each.kernel.launches for each in backend.columns.kernels) > 0
+
+
+def shorten(monkeypatch, lengths):
+    """Contexts are split, and splits joined in a step of their own, from so many positions on."""
+    monkeypatch.setattr(header, "split_least", lambda spec: lengths["split_least"])
+    monkeypatch.setattr(header, "MERGED_LENGTH", lengths["merged_length"])
+
+
+@slow
+def test_a_context_that_is_split(monkeypatch):
+    shorten(monkeypatch, LENGTHS)
+    backend = opened(HipFiberBackend, SPLIT, 8, seed=-9)
+    for name in SPLIT_NAMES:
+        assert asked(backend, name) == split_tokens(name)
+
+
+@slow
+def test_a_prompt_in_chunks():
+    backend = opened(HipFiberBackend, CASES["llama"].spec, 8, chunk_positions=4)
+    backend.settle()
+    assert asked(backend, "long prompt") == expected("llama", "long prompt")
+    assert backend.chunks.kernel.kernel.launches > 0
+
+
+@slow
+@pytest.mark.parametrize("case", ["llama", "laneformer"])
+def test_two_gpus(case):
+    backend = opened(HipFiberBackend, CASES[case].spec, 4, seed=-9, gpus=2)
+    for name in ("greedy", "rules", "edits"):
+        assert asked(backend, name) == expected(case, name)
+
+
+@slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_stage_alone(case):
+    assert check_stages(HipFiberBackend, small_model(CASES[case].spec), "a CPU") == 12
+
+
+def test_a_block_that_never_comes_is_named():
+    """A wait bounds itself (own_waits.h)."""
+    backend = opened(HipFiberBackend, CASES["llama"].spec, CASES["llama"].num_blocks, seed=-9)
+    assert asked(backend, "greedy") == expected("llama")
+    backend.kernel.absent, backend.wait_ns = 0, 2_000_000  # 2,000 rounds
+    ((failed,),) = serve(backend, ASKED["greedy"].request()).values()
+    assert isinstance(failed, Failure) and re.search(
+        r"expired: .*word 0 of places", str(failed.error)
+    )
+
+
+# ---- judged: a CPU thread for every block ----
+
+
+@pytest.mark.parametrize(
+    ("judge", "case"),
+    [
+        pytest.param("races", "split"),
+        pytest.param("bounds", "qwen3"),
+        *(pytest.param("races", c, marks=slow) for c in ("llama", "laneformer", "four rows")),
+        *(pytest.param("bounds", c, marks=slow) for c in columns.SHARED if c != "qwen3"),
+    ],
+)  # fmt: skip
+def test_columns_under_a_judge(judge, case):
+    spec, names = columns.spec_of(case), columns.SHARED[case]
+    blocks, lengths = columns.BLOCKS.get(case, 8), columns.SPLITS if case in SHORT else {}
+    count = max(2, len(names))
+    walk = HipColumnThreadWalk(
+        spec, ArrayWeights(spec), blocks, count, judge=JUDGES[judge], **lengths
+    )
+    walk.serve([ASKED[name].request(i) for i, name in enumerate(names)], 1, UNLIMITED_NS)
+    assert (walk.verdict.code, walk.verdict.report) == (0, "")
+    for i, name in enumerate(names):
+        said = [word & 0xFFFFFFFF for word in walk.memory.outbox[i, :, 0].tolist() if word]
+        assert said == columns.expected(case, name)
+
+
+@slow
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("case", [*CASES, "split"])
+def test_one_token_under_a_judge(case, judge):
+    spec, lengths = (SPLIT, LENGTHS) if case == "split" else (CASES[case].spec, {})
+    walk = HipThreadWalk(spec, ArrayWeights(spec), 8, judge=JUDGES[judge], **lengths)
+    for seed, name in enumerate(SPLIT_NAMES if case == "split" else NAMES[case][:2], 1):
+        one = ASKED[name]
+        words = walk.words(one.prompt, TOKENS, one.params)
+        walk.run(words, one.prompt, seed, UNLIMITED_NS)
+        assert (walk.verdict.code, walk.verdict.report) == (0, "")
+        assert walk.tokens() == (split_tokens(name) if case == "split" else expected(case, name))
