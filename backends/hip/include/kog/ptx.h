@@ -79,7 +79,7 @@ KOG_DEVICE u32 unknown(u32 v) {
   asm volatile("" : "+v"(v));
   return v;
 }
-// Two sums are there from here on: what makes them moves behind no branch.
+// Two sums that are made here: what makes them moves behind no later branch.
 KOG_DEVICE void stay(float& a, float& b) { asm("" : "+v"(a), "+v"(b)); }
 // Nothing moves across: what is loaded early takes registers.
 KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
