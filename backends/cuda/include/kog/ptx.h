@@ -4,6 +4,7 @@
 
 #define KOG_ASSUME(x) __builtin_assume(x)
 #define KOG_OFFSET(T, member) __INTADDR__(&((T*)0)->member)  // NVRTC has no offsetof
+#define KOG_EITHER(first, a, b) (first ? a : b)
 #define KOG_DEVICE __device__ __forceinline__
 #define KOG_DEVICE_NOINLINE __device__ __noinline__
 #define KOG_KERNEL extern "C" __global__

@@ -76,7 +76,7 @@ KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {
       left /= 2;
 #pragma unroll
       for (int c = 0; c < left; c++) {
-        float mine = upper ? v[left + c] : v[c], theirs = upper ? v[c] : v[left + c];
+        float mine = KOG_EITHER(upper, v[left + c], v[c]), theirs = KOG_EITHER(upper, v[c], v[left + c]);
         v[c] = mine + shuffle_xor(theirs, mask);
       }
     } else {

@@ -80,7 +80,8 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
   for (int done = 0; done < count; done += kRound) {
 #pragma unroll
     for (int i = 0; i < kRound; i++) {
-      if (i % kUnit == 0 && i > 0 && done + i >= count) break;
+      // of_wave: else both ways out of the loop become one, whose count nobody knows, and w is memory with an index.
+      if (i % kUnit == 0 && i > 0 && done + i >= static_cast<int>(of_wave(count))) break;
       int step = kUnit <= kRound ? i % kUnit : first + i;
       multiply_fragment<Stage>(w[i % kDepth], x.at(step), c);
       if (!kOneRound && done + i + kDepth < count) w[i % kDepth] = ring.template take<Stage::kFragmentRows>(b);

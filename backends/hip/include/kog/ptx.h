@@ -4,6 +4,8 @@
 
 #define KOG_ASSUME(x) __builtin_assume(x)
 #define KOG_OFFSET(T, member) __builtin_offsetof(T, member)
+// By value: which of two places it is would be an index, and an array that has one lies in scratch memory.
+#define KOG_EITHER(first, a, b) [&](auto x, auto y) { return first ? x : y; }(a, b)
 #define KOG_DEVICE inline __attribute__((device, always_inline))
 // A call would need a stack in memory: what CUDA keeps out of line is inlined.
 #define KOG_DEVICE_NOINLINE KOG_DEVICE
@@ -77,6 +79,8 @@ KOG_DEVICE u32 unknown(u32 v) {
   asm volatile("" : "+v"(v));
   return v;
 }
+// Two sums that are made here: what makes them moves behind no later branch.
+KOG_DEVICE void stay(float& a, float& b) { asm("" : "+v"(a), "+v"(b)); }
 // Nothing moves across: what is loaded early takes registers.
 KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 // Asked again, they are new numbers (Block::begin_stage says why).

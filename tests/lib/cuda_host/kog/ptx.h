@@ -14,6 +14,7 @@
 
 #define KOG_ASSUME(x) ((void)0)
 #define KOG_OFFSET(T, member) __builtin_offsetof(T, member)
+#define KOG_EITHER(first, a, b) (first ? a : b)
 #define KOG_DEVICE inline
 #define KOG_DEVICE_NOINLINE inline
 #define KOG_CONSTANT static const

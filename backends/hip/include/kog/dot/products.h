@@ -30,6 +30,8 @@ KOG_DEVICE void multiply_fragment(const uint4& w, const Operand<Stage::kWide>& x
       c[1] = fused(high_of(pair), float_of(x.w[2 * j + 1]), c[1]);
     }
   }
+  // Else LLVM moves a unit's products behind its last branch, and all that they multiply takes registers until then.
+  stay(c[0], c[1]);
 }
 
 // The sums of one unit and part of K to shared memory; `to` is the warp's rows of the unit.
