@@ -36,14 +36,14 @@ def pick(gathered, which: tl.constexpr):
 
 
 @triton.jit
-def all_gather(values, round, block, alive, p, S: tl.constexpr, REGION: tl.constexpr):
+def all_gather(values, round, alive, p, S: tl.constexpr, REGION: tl.constexpr):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
     base = p.wide + S.region(REGION) // 2 + (round & 1) * (8 * S.num_blocks)
     i, half = tl.arange(0, 4)[:, None], tl.arange(0, 2)[None, :]
     bits = tl.where(half == 0, values[:, None], values[:, None] >> 32) & 0xFFFFFFFF
-    store_shared(base + (2 * i + half) * S.num_blocks + block, (tag << 32) | bits, i >= 0)
+    store_shared(base + (2 * i + half) * S.num_blocks + p.block, (tag << 32) | bits, i >= 0)
     j, b = tl.arange(0, 8)[:, None], tl.arange(0, NB)[None, :]
     ptr, mask = base + j * S.num_blocks + b, (b < S.num_blocks) & (j >= 0)
     w, alive = wait_tagged(ptr, mask, round, alive, "sample all_reduce", p, S)
@@ -72,7 +72,7 @@ def weight_from(keys, weights, cut):
 
 
 @triton.jit
-def search(keys, weights, target, round, block, alive, p, S: tl.constexpr):
+def search(keys, weights, target, round, alive, p, S: tl.constexpr):
     """The highest cut such that the weights of all keys at or above it add up to the target; 0 if they never do."""
     cut = tl.zeros((), tl.int64)
     one = cut + 1
@@ -84,14 +84,14 @@ def search(keys, weights, target, round, block, alive, p, S: tl.constexpr):
             weight_from(keys, weights, cut + (2 * one << shift)),
             weight_from(keys, weights, cut + (3 * one << shift)),
         )
-        gathered, alive = all_gather(own, round + step, block, alive, p, S, "all_reduce")
+        gathered, alive = all_gather(own, round + step, alive, p, S, "all_reduce")
         reached = (tl.sum(gathered, axis=1) >= target) & (tl.arange(0, 4) > 0)
         cut += tl.sum(reached.to(tl.int64), axis=0) << shift
     return cut, alive
 
 
 @triton.jit
-def survivors(logit, left, top, flags, request, round, block, alive, p, S: tl.constexpr):
+def survivors(logit, left, top, flags, request, round, alive, p, S: tl.constexpr):
     """Which of the ids that are `left` survive min_p, top_k and top_p, the round after, and alive.
 
     `top` is the largest logit of all blocks, `round` the first that is free.
@@ -102,17 +102,17 @@ def survivors(logit, left, top, flags, request, round, block, alive, p, S: tl.co
     top_k = tl.load(request + field("top_k"))
     if top_k > 0:
         ones = left.to(tl.int64)
-        cut, alive = search(keys, ones, top_k, round, block, alive, p, S)
+        cut, alive = search(keys, ones, top_k, round, alive, p, S)
         left = left & (keys >= cut)
         round += DIGITS
     if (flags & TOP_P) != 0:
         whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
         weights = tl.where(left, weight(whole), 0)
         own = tl.sum(weights, axis=0)
-        gathered, alive = all_gather(four(own, 0, 0, 0), round, block, alive, p, S, "all_reduce")
+        gathered, alive = all_gather(four(own, 0, 0, 0), round, alive, p, S, "all_reduce")
         share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
         target = share_of(tl.sum(pick(gathered, 0), axis=0), share)
-        cut, alive = search(keys, weights, target, round + 1, block, alive, p, S)
+        cut, alive = search(keys, weights, target, round + 1, alive, p, S)
         left = left & (keys >= cut)
         round += DIGITS + 1
     return left, round, alive

@@ -20,7 +20,7 @@ from kog_triton.backends.triton.kernel.partition import (
     vector_width,
     width,
 )
-from kog_triton.backends.triton.kernel.residual import biased, silu
+from kog_triton.backends.triton.kernel.residual import biased, silu, stage_input
 from kog_triton.backends.triton.kernel.sync import dot_onto
 from kog_triton.backends.triton.kernel.words import in_range
 
@@ -100,23 +100,21 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
 
 
 @triton.jit
-def multiply(
-    x, base, layer, count, coords, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr
-):
+def multiply(base, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr):
     """The block's rows of a stage for all columns, each tile of rows handed to STORE: y [columns, M], row, owned .."""
-    _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     M: tl.constexpr = row_tile(S, STAGE)
     TILES: tl.constexpr = row_tiles(S, STAGE)
     SPAN: tl.constexpr = span(S, STAGE)
     PARTS: tl.constexpr = parts(S, STAGE)
-    part = group_index % PARTS
+    x = vectors(stage_input(STAGE), p.lane, 0, p, S)
+    part = p.group_index % PARTS
     for tile in range(TILES):
         m = tile * M + tl.arange(0, M)
-        row = group_index // PARTS * SPAN + m
+        row = p.group_index // PARTS * SPAN + m
         owned = (m < SPAN) & (row < T.rows)
-        y = product(x, base, row, owned, lane, part, S, STAGE)
-        STORE(y, row, owned, part, layer, count, lane, p, S, STAGE)
+        y = product(x, base, row, owned, p.lane, part, S, STAGE)
+        STORE(y, row, owned, part, layer, count, p, S, STAGE)
 
 
 @triton.jit
@@ -130,26 +128,26 @@ def here(count, S: tl.constexpr):
 
 
 @triton.jit
-def store_qkv(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+def store_qkv(y, row, owned, part, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr):
     ROWS: tl.constexpr = S.stages[0].rows
     AT: tl.constexpr = begins(S, "qkv")
-    y = biased(y, row, owned, lane, layer, p, S, STAGE)
+    y = biased(y, row, owned, p.lane, layer, p, S, STAGE)
     t, valid = here(count, S)
-    to = p.chunk + AT + lane * (S.columns * ROWS) + t * ROWS + row[None, :]
+    to = p.chunk + AT + p.lane * (S.columns * ROWS) + t * ROWS + row[None, :]
     tl.store(to, y, mask=valid & owned[None, :])
 
 
 @triton.jit
-def store_gated(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+def store_gated(y, row, owned, part, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr):
     """silu(gate) * up of woven rows: gate, up, gate, up."""
     M: tl.constexpr = row_tile(S, STAGE)
     COLUMNS: tl.constexpr = S.columns
-    y = biased(y, row, owned, lane, layer, p, S, STAGE)
+    y = biased(y, row, owned, p.lane, layer, p, S, STAGE)
     gate, up = tl.split(tl.reshape(y, (COLUMNS, M // 2, 2)))
     h = in_range(silu(gate) * up, S)
     gate_row, _ = tl.split(tl.reshape(row, (M // 2, 2)))
     t, valid = here(count, S)
-    to = vectors("mlp", lane, t, p, S) + (gate_row // 2)[None, :]
+    to = vectors("mlp", p.lane, t, p, S) + (gate_row // 2)[None, :]
     own, _ = tl.split(tl.reshape(owned.to(tl.int32), (M // 2, 2)))
     tl.store(to, h.to(p.half_chunk.dtype.element_ty), mask=valid & (own != 0)[None, :])
 
@@ -164,8 +162,8 @@ def out_rows(layer, part, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def store_out(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+def store_out(y, row, owned, part, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr):
     """One part of the sum over K; who adds the parts adds the bias."""
     t, valid = here(count, S)
-    to = out_rows(layer, part, lane, p, S, STAGE) + t * S.hidden_size + row[None, :]
+    to = out_rows(layer, part, p.lane, p, S, STAGE) + t * S.hidden_size + row[None, :]
     tl.store(to, y, mask=valid & owned[None, :])

@@ -34,11 +34,11 @@ def real(request, name: tl.constexpr):
 
 
 @triton.jit
-def edited(logit, ids, mine, first, count, position, slot, block, alive, p, S: tl.constexpr):
+def edited(logit, ids, mine, first, count, position, slot, alive, p, S: tl.constexpr):
     """The logits [rows] of `ids` as the request wants them, -inf where it bans; and alive."""
     request = request_of(slot, p, S)
     flags = tl.load(request + field("flags"))
-    number = tl.load(state_of(slot, block, p, S) + MADE) + 1
+    number = tl.load(state_of(slot, p, S) + MADE) + 1
     row = slot.to(tl.int64) * S.vocab_size + ids
     marks = tl.load(p.marks + row, mask=mine, other=0)
     if (flags & PENALIZED) != 0:

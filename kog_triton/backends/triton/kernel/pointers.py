@@ -3,7 +3,11 @@
 Three groups: what a model is, what blocks exchange within a launch, and what slots keep from launch to launch.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
 
 
 class Pointers(NamedTuple):
@@ -43,3 +47,14 @@ class Pointers(NamedTuple):
     mailbox: Any  # int64 [slots, mailbox_words], mapped
     # ---- scalars ----
     limit: Any  # how long a wait may last, in units of 1,024 ns; in the interpreter its tries
+
+
+# What every function is passed: the pointers, and which block this is, of which lane, and which of the lane's blocks.
+Given = namedtuple("Given", ("block", "lane", "group_index", *Pointers._fields))
+
+
+@triton.jit
+def given(p, S: tl.constexpr):
+    """The pointers of a launch, and what block this is."""
+    block = tl.program_id(0)
+    return Given(block, block // S.group, block % S.group, *p)

@@ -55,11 +55,11 @@ def best_of(key, left, ids, void):
 
 
 @triton.jit
-def publish_candidate(best, best_id, control, epoch, alive, block, p, S: tl.constexpr):
+def publish_candidate(best, best_id, control, epoch, alive, p, S: tl.constexpr):
     """Key high, key low, id and the host's word, each with its epoch above it; a block that gave up says so."""
     best_id = tl.where(alive == 0, EXPIRED_ID, best_id)
     bits = tl.where(alive == 0, float("inf"), best).to(tl.int64, bitcast=True)
-    at = candidates(epoch, p, S) + block
+    at = candidates(epoch, p, S) + p.block
     tag = epoch.to(tl.int64) << 32
     store_word(at, tag | ((bits >> 32) & 0xFFFFFFFF))
     store_word(at + S.num_blocks, tag | (bits & 0xFFFFFFFF))

@@ -76,7 +76,7 @@ def at(sums, which: tl.constexpr):
 
 @triton.jit
 def check_argmax(
-    gathered, key, logit, left, ids, top, flags, request, round, block, alive, p, S: tl.constexpr
+    gathered, key, logit, left, ids, top, flags, request, round, alive, p, S: tl.constexpr
 ):
     """The last argmax checked, its verdict, the round after, and alive. `gathered`: every block's best candidate."""
     best_id, level = argmax_of(gathered, S)
@@ -95,15 +95,13 @@ def check_argmax(
             tl.sum(before.to(tl.int64), axis=0),
             tl.sum(left.to(tl.int64), axis=0),
         )
-        gathered, alive = all_gather(own, round, block, alive, p, S, "all_reduce")
+        gathered, alive = all_gather(own, round, alive, p, S, "all_reduce")
         round += 1
         result = verdict(tl.sum(gathered, axis=1), level, top, flags, request)
         going = ((result == FALLS) & (checks < CHECKS)).to(tl.int32)
         if going != 0:
             bits, who = best_candidate(key, logit, before, ids)
-            gathered, alive = all_gather(
-                four(0, 0, bits, who), round, block, alive, p, S, "all_reduce"
-            )
+            gathered, alive = all_gather(four(0, 0, bits, who), round, alive, p, S, "all_reduce")
             round += 1
             best_id, level = argmax_of(gathered, S)
             checks += 1
