@@ -17,9 +17,8 @@ from kog_triton.backends.triton.kernel.words import POLLED, wait_tagged
 
 TOP_P: tl.constexpr = tl.constexpr(int(Flag.TOP_P))
 DIGITS: tl.constexpr = tl.constexpr(16)  # of a cut, two bits each
-ROUNDS: tl.constexpr = tl.constexpr(
-    64
-)  # at least those of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21
+# At least those of one token: 1 + 3 + 16 + 1 + 16, and logprobs.py's 21.
+ROUNDS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit

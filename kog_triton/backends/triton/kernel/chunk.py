@@ -34,7 +34,7 @@ from kog_triton.backends.triton.kernel.slots import (
     request_of,
     state_of,
 )
-from kog_triton.backends.triton.kernel.sync import meet, order
+from kog_triton.backends.triton.kernel.sync import meet, order, store_shared
 from kog_triton.backends.triton.kernel.words import in_range, wait
 
 STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
@@ -54,7 +54,7 @@ def gather(number, say, layer, alive, p, S: tl.constexpr):
     # Two buffers: who arrives at n + 1 may be ahead of who still reads n, but of nobody by two.
     arrivals = p.words + S.region("arrivals") + (number & 1) * S.num_blocks
     phase = ((number >> 1) + 1) & 1
-    tl.store(arrivals + p.block, (say << 1) | phase, cache_modifier=".wt")
+    store_shared(arrivals + p.block, (say << 1) | phase)
     i = tl.arange(0, NB)
     said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S)
     order(p.fences + p.block * 32, S)

@@ -10,7 +10,6 @@ from kog_triton.backends.triton.kernel.partition import (
     begins,
     max_parts,
     parts,
-    pipelined,
     row_tile,
     row_tiles,
     runs,
@@ -86,7 +85,7 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     t, k = tl.arange(0, COLUMNS), tl.arange(0, STEP)
     total = tl.zeros((COLUMNS, M), tl.float32)
     first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
-    for i in tl.range(first, last, num_stages=pipelined(S)):
+    for i in tl.range(first, last, num_stages=S.sizes.steps):
         at = i * STEP
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = tl.load(

@@ -14,6 +14,7 @@ from kog_triton.backends.triton.kernel.noise import (
     weight,
 )
 from kog_triton.backends.triton.kernel.slots import MADE, NO_LOGITS, field, mail_of, state_of
+from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.sampling.fixed import DISTANCE_BITS
 
 LOG2E_SCALE: tl.constexpr = tl.constexpr(math.log2(math.e) * 2.0**DISTANCE_BITS)
@@ -25,19 +26,13 @@ RECORD: tl.constexpr = tl.constexpr(RECORD_WORDS)
 def record_of(slot, p, S: tl.constexpr):
     """Where the record of the slot's next token begins, and the token's number."""
     made = tl.load(state_of(slot, p, S) + MADE)
-    return mail_of(slot, p, "records", S) + made.to(tl.int64) * RECORD, (made + 1).to(
-        tl.int64
-    ) << 32
+    record = mail_of(slot, p, "records", S) + made.to(tl.int64) * RECORD
+    return record, (made + 1).to(tl.int64) << 32
 
 
 @triton.jit
 def float_bits(x):
     return x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-
-
-@triton.jit
-def send(ptr, value):
-    tl.store(ptr, value, cache_modifier=".wt")
 
 
 @triton.jit
@@ -51,8 +46,8 @@ def deliver(logit, mine, ids, top, request, round, slot, alive, p, S: tl.constex
     if p.block == 0:
         total = tl.sum(pick(gathered, 0), axis=0).to(tl.uint64)
         length = bit_length_64(total)
-        send(record + 1, number | float_bits(top))
-        send(record + 2, number | (log2_of_length(total, length) & 0xFFFFFFFF))
+        store_shared(record + 1, number | float_bits(top))
+        store_shared(record + 2, number | (log2_of_length(total, length) & 0xFFFFFFFF))
     keys = tl.where(mine, ordered(logit), -1)
     for k in range(tl.load(request + field("logprobs"))):
         best = tl.max(keys, axis=0)
@@ -65,7 +60,9 @@ def deliver(logit, mine, ids, top, request, round, slot, alive, p, S: tl.constex
         chosen = tl.min(tl.where(values == largest, pick(gathered, 1), NO_LOGITS), axis=0)
         keys = tl.where(ids == chosen, -1, keys)
         if p.block == 0:
-            send(record + FIRST + k, ((chosen + 1) << 32) | float_bits(unordered(largest - 1)))
+            store_shared(
+                record + FIRST + k, ((chosen + 1) << 32) | float_bits(unordered(largest - 1))
+            )
     return alive
 
 
@@ -77,7 +74,7 @@ def deliver_own(token, logit, mine, ids, first, count, epoch, slot, alive, p, S:
     own = p.block.to(tl.int64) * 0
     if (token >= first) & (token < first + count):
         chosen = tl.load(p.logits + token)
-        send(record, number | float_bits(chosen))
+        store_shared(record, number | float_bits(chosen))
         own = ordered(chosen) + 1
     gathered, alive = all_gather(four(own, 0, 0, 0), 2 * epoch, alive, p, S, "rank")
     key = tl.sum(pick(gathered, 0), axis=0) - 1  # the other blocks gave zero
@@ -86,5 +83,5 @@ def deliver_own(token, logit, mine, ids, first, count, epoch, slot, alive, p, S:
     own = tl.sum(ahead.to(tl.int64), axis=0)
     gathered, alive = all_gather(four(own, 0, 0, 0), 2 * epoch + 1, alive, p, S, "rank")
     if p.block == 0:
-        send(record + 3, number | (1 + tl.sum(pick(gathered, 0), axis=0)))
+        store_shared(record + 3, number | (1 + tl.sum(pick(gathered, 0), axis=0)))
     return alive

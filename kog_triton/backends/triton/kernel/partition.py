@@ -60,12 +60,6 @@ def step(S: Any, stage: int) -> int:
 
 
 @triton.constexpr_function
-def pipelined(S: Any) -> int:
-    """Steps on their way in shared memory."""
-    return S.sizes.steps
-
-
-@triton.constexpr_function
 def runs(S: Any, stage: int) -> list[tuple[int, int]]:
     """Tiles along K in runs of one width: the first of each, and the values of a row before it."""
     return [(k, 2 * S.stages[stage].first_word(k)) for k, _ in S.stages[stage].runs]

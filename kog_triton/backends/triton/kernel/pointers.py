@@ -41,9 +41,8 @@ class Pointers(NamedTuple):
     bias: Any  # float32 [slots, vocab]: what is added to a logit; -inf where an id is not allowed
     bans: Any  # int32 [slots, vocab]: the last token for which a bad word banned the id
     kv: Any  # [slots, layers, lanes, kv_heads, 2, positions, head_dim]
-    logits: (
-        Any  # float32 [columns, vocab]; with ALL_LOGITS a row for every position from the first on
-    )
+    # float32 [columns, vocab]; with ALL_LOGITS a row for every position from the first on
+    logits: Any
     mailbox: Any  # int64 [slots, mailbox_words], mapped
     # ---- scalars ----
     limit: Any  # how long a wait may last, in units of 1,024 ns; in the interpreter its tries

@@ -16,11 +16,9 @@ from kog_triton.backends.triton.kernel.words import (
     in_columns,
     load_polled,
     low,
-    num_plane_runs,
     pack_f32,
     pack_outputs,
     plane_index,
-    plane_run,
     plane_tiles,
     poll_on,
     publish_pairs,
@@ -70,8 +68,8 @@ def load_gains(which, p, S: tl.constexpr):
 @triton.jit
 def squares(x, S: tl.constexpr, RUN: tl.constexpr):
     """Squares of the planes' tensors of one shape, added up in that shape."""
-    FIRST: tl.constexpr = plane_run(S, RUN)[0]
-    COUNT: tl.constexpr = plane_run(S, RUN)[1]
+    FIRST: tl.constexpr = S.stages[0].runs[RUN][0]
+    COUNT: tl.constexpr = S.stages[0].runs[RUN][1]
     square = x[2 * FIRST] * 0.0
     for c in tl.static_range(FIRST, FIRST + COUNT):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
@@ -91,13 +89,14 @@ def folded(square):
 @triton.jit
 def sum_of_squares(x, S: tl.constexpr):
     """Over the planes; tensors of as many elements as threads and more share one sum over the block."""
+    RUNS: tl.constexpr = len(S.stages[0].runs)
     total = squares(x, S, 0)
-    if num_plane_runs(S) == 1:
+    if RUNS == 1:
         return tl.sum(total)
     else:
         total = folded(total)
         rest = 0.0
-        for run in tl.static_range(1, num_plane_runs(S)):
+        for run in tl.static_range(1, RUNS):
             more = folded(squares(x, S, run))
             if more.numel == total.numel:
                 total += more
@@ -126,27 +125,19 @@ def rounded(x, S: tl.constexpr):
 
 
 @triton.jit
-def add_planes(x, w, S: tl.constexpr):
+def add_planes(x, ws, S: tl.constexpr):
+    """x plus the planes of a vector; or plus its words of two, which are half as many."""
     out = ()
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
-        even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
-        odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
+        if len(ws) < len(x):
+            even, odd = unpack_outputs(ws[c])
+            even = x[2 * c] + tl.where(valid, even, 0.0)
+            odd = x[2 * c + 1] + tl.where(valid, odd, 0.0)
+        else:
+            even = x[2 * c] + tl.where(valid, unpack_f32(ws[2 * c]), 0.0)
+            odd = x[2 * c + 1] + tl.where(valid, unpack_f32(ws[2 * c + 1]), 0.0)
         out = out + (even, odd)
-    return out
-
-
-@triton.jit
-def add_pairs(x, ws, S: tl.constexpr):
-    """The planes with words of pairs."""
-    out = ()
-    for c in tl.static_range(plane_tiles(S)):
-        valid = plane_index(c, S) < S.hidden_size // 2
-        even, odd = unpack_outputs(ws[c])
-        out = out + (
-            x[2 * c] + tl.where(valid, even, 0.0),
-            x[2 * c + 1] + tl.where(valid, odd, 0.0),
-        )
     return out
 
 
@@ -368,8 +359,8 @@ def join(x, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexp
     elif S.outputs_in_pairs:
         T: tl.constexpr = S.stages[0]
         ws, alive = wait_pair_words(base, phase, alive, REASON, layer, p, S, T)
-        x = add_pairs(x, ws, S)
+        x = add_planes(x, ws, S)
     else:
-        w, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
-        x = add_planes(x, w, S)
+        ws, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
+        x = add_planes(x, ws, S)
     return x, alive

@@ -18,6 +18,7 @@ from kog_triton.backends.triton.kernel.slots import (
     VOID_ID,
     field,
 )
+from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import POLLED, wait_tagged
 
 GREEDY: tl.constexpr = tl.constexpr(int(Flag.GREEDY))
@@ -61,21 +62,16 @@ def publish_candidate(best, best_id, control, epoch, alive, p, S: tl.constexpr):
     bits = tl.where(alive == 0, float("inf"), best).to(tl.int64, bitcast=True)
     at = candidates(epoch, p, S) + p.block
     tag = epoch.to(tl.int64) << 32
-    store_word(at, tag | ((bits >> 32) & 0xFFFFFFFF))
-    store_word(at + S.num_blocks, tag | (bits & 0xFFFFFFFF))
-    store_word(at + 2 * S.num_blocks, tag | (best_id.to(tl.int64) & 0xFFFFFFFF))
-    store_word(at + 3 * S.num_blocks, tag | control.to(tl.int64))
+    store_shared(at, tag | ((bits >> 32) & 0xFFFFFFFF))
+    store_shared(at + S.num_blocks, tag | (bits & 0xFFFFFFFF))
+    store_shared(at + 2 * S.num_blocks, tag | (best_id.to(tl.int64) & 0xFFFFFFFF))
+    store_shared(at + 3 * S.num_blocks, tag | control.to(tl.int64))
 
 
 @triton.jit
 def candidates(epoch, p, S: tl.constexpr):
     """One of two buffers: who publishes pass n + 1 may be ahead of who still reads pass n, but of nobody by two."""
     return p.wide + S.region("argmax") // 2 + (epoch & 1) * (4 * S.num_blocks)
-
-
-@triton.jit
-def store_word(ptr, value):
-    tl.store(ptr, value, cache_modifier=".wt")
 
 
 @triton.jit

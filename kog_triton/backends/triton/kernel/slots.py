@@ -17,7 +17,7 @@ import triton.language as tl
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
-from kog_triton.backends.triton.kernel.sync import clock, load_host, stamps_tokens
+from kog_triton.backends.triton.kernel.sync import clock, load_host, stamps_tokens, store_shared
 
 STOP: tl.constexpr = tl.constexpr(int(Outcome.STOP))
 LENGTH: tl.constexpr = tl.constexpr(int(Outcome.LENGTH))
@@ -52,15 +52,8 @@ def mailbox_offsets(tiles: Any) -> dict[str, int]:
     mask = stamps + tiles.max_context
     records = mask + -(-tiles.vocab_size // 32)
     end = records + tiles.max_context * RECORD_WORDS
-    return {
-        "host": HOST,
-        "beat": BEAT,
-        "tokens": TOKENS,
-        "stamps": stamps,
-        "mask": mask,
-        "records": records,
-        "end": end,
-    }
+    parts = {"host": HOST, "beat": BEAT, "tokens": TOKENS, "stamps": stamps, "mask": mask}
+    return parts | {"records": records, "end": end}
 
 
 @triton.constexpr_function
@@ -108,7 +101,7 @@ def ask_host(p, S: tl.constexpr):
 def beat(count, p, S: tl.constexpr):
     """The heartbeat, to the host: passes that the launch has ended; below zero, steps of prompts in chunks."""
     if p.block == 0:
-        tl.store(mail_of(p.block * 0, p, "beat", S), count.to(tl.int64), cache_modifier=".wt")
+        store_shared(mail_of(p.block * 0, p, "beat", S), count.to(tl.int64))
 
 
 @triton.jit
@@ -148,9 +141,8 @@ def advance(token, alive, slot, p, S: tl.constexpr):
             word = (high << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
             if (token != EXPIRED_ID) & (alive != 0):
                 if stamps_tokens(S):
-                    at = mail_of(slot, p, "stamps", S) + made - 1
-                    tl.store(at, clock(S), cache_modifier=".wt")
-                tl.store(mail_of(slot, p, "tokens", S) + made - 1, word, cache_modifier=".wt")
+                    store_shared(mail_of(slot, p, "stamps", S) + made - 1, clock(S))
+                store_shared(mail_of(slot, p, "tokens", S) + made - 1, word)
         if (flags & EDITED) != 0:
             tl.store(known + position, token)  # for bad words; every block writes what it reads
         next_token = token

@@ -69,18 +69,6 @@ def plane_tiles(S):
     return S.stages[0].k_tiles
 
 
-@triton.constexpr_function
-def num_plane_runs(S):
-    """Shapes that those tensors have."""
-    return len(S.stages[0].runs)
-
-
-@triton.constexpr_function
-def plane_run(S, run):
-    """Tensors of one of these shapes: the first, and how many."""
-    return S.stages[0].runs[run]
-
-
 @triton.jit
 def plane_index(c: tl.constexpr, S: tl.constexpr):
     """`index` of the words in tensor `c` of a plane of the residual stream."""
