@@ -49,8 +49,7 @@ def choose_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
         control = ask_host(p, S)
         position = tl.load(state_of(slot, p, S)) + 1
         best, best_id, alive = head.choose(position, passes, slot, alive, p, S, RULES)
-        sample.publish_candidate(best, best_id, control, passes, alive, p, S)
-        token, control, alive = sample.argmax(passes, alive, p, S)
+        token, control, alive = sample.argmax(best, best_id, control, passes, alive, p, S)
         if RULES:
             alive = head.keep(token, passes, slot, alive, p, S)
         going = (advance(token, alive, slot, p, S) == 0).to(tl.int32)
@@ -254,10 +253,10 @@ FAULTS = {
         "all_reduce", "for step in range(DIGITS)", "for step in range(1, DIGITS)", "top_k",
     ),
     "a cut is too high": ("all_reduce", ">= target) &", "> target) &", "top_k"),
-    "every argmax survives": ("top_p_check", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
-    "as many before the argmax as top_k": ("top_p_check", "(first >= k)", "(first > k)", "top_k of one"),
+    "every argmax survives": ("all_reduce", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
+    "as many before the argmax as top_k": ("all_reduce", "(first >= k)", "(first > k)", "top_k of one"),
     "a share of all, not of the top_k": (
-        "top_p_check", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat",
+        "all_reduce", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat",
     ),
     "weights ignore the cut before": ("all_reduce", "tl.where(left, weight(whole), 0)", "weight(whole)", "all cuts"),
 }  # fmt: skip

@@ -77,12 +77,7 @@ def quarters(lower, upper, mask, phase, S: tl.constexpr):
     """float32 values of words: lower even, lower odd, upper even, upper odd; zeros where there are none."""
     a0, a1 = unpack_pair(settle(lower), phase, S)
     b0, b1 = unpack_pair(settle(upper), phase, S)
-    return (
-        tl.where(mask, a0, 0.0),
-        tl.where(mask, a1, 0.0),
-        tl.where(mask, b0, 0.0),
-        tl.where(mask, b1, 0.0),
-    )
+    return [tl.where(mask, x, 0.0) for x in (a0, a1, b0, b1)]
 
 
 @triton.jit
@@ -297,9 +292,9 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     once = inside[None, :] & newest & (row == 0)
     store_shared(here, k16, once)
     store_shared(here + values_at, v16, once)
-    own = tl.sum(q * k16.to(tl.float32), axis=1)
-    top = tl.where(newest, own, -1e30)  # finite: a split without keys weighs nothing
-    total = tl.where(newest, own * 0.0 + 1.0, 0.0)
+    self_score = tl.sum(q * k16.to(tl.float32), axis=1)
+    top = tl.where(newest, self_score, -1e30)  # finite: a split without keys weighs nothing
+    total = tl.where(newest, self_score * 0.0 + 1.0, 0.0)
     out = tl.where(newest, q * 0.0 + v16.to(tl.float32), 0.0)
     q16 = q.to(p.kv.dtype.element_ty)
     deep = (end - start > FEW) & DEEP
@@ -312,24 +307,16 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
             for at in tl.range(start, end, DEEP_N, num_stages=loop_stages(S)):
                 keys, values = load_cached(cache, at, end, S, DEEP_N)
                 top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
-    base = (
-        p.words
-        + S.region("splits")
-        + ((p.lane * S.kv_heads + head) * S.splits + split) * S.split_words
-    )
+    own = (p.lane * S.kv_heads + head) * S.splits + split
+    base = p.words + S.region("splits") + own * S.split_words
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
     if walks_alone(S):
         if (used == 1) & newest:  # nothing to join
             even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
             pair, there = element(2 * tl.arange(0, DP // 2), S)
-            to = (
-                p.words
-                + S.region("attention")
-                + p.lane * S.attention_words
-                + head * (GROUP * D // 2)
-            )
-            to = to + row * (D // 2) + (pair // 2)[None, :]
+            to = p.words + S.region("attention") + p.lane * S.attention_words
+            to = to + head * (GROUP * D // 2) + row * (D // 2) + (pair // 2)[None, :]
             store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
     out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])

@@ -13,14 +13,15 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.chunk_attention import attend
 from kog_triton.backends.triton.kernel.columns import (
+    begins,
     multiply,
     out_rows,
+    parts,
     store_gated,
     store_out,
     store_qkv,
     vectors,
 )
-from kog_triton.backends.triton.kernel.partition import begins, parts
 from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, ask_reduce, biased
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import rotated_pair, softmax_step
-from kog_triton.backends.triton.kernel.columns import vectors
-from kog_triton.backends.triton.kernel.partition import begins
+from kog_triton.backends.triton.kernel.columns import begins, vectors
 from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
 from kog_triton.backends.triton.kernel.words import in_range
 

@@ -21,12 +21,6 @@ E4M3_BITS: tl.constexpr = tl.constexpr(-0x78100000)
 
 
 @triton.constexpr_function
-def group_words(T, K):
-    """Stored words of a row that share a scale."""
-    return T.stored_width(K) // T.codes.groups(T.widths[K])
-
-
-@triton.constexpr_function
 def place_of(T, number):
     return T.codes.place(number)
 
@@ -49,7 +43,7 @@ def load_beside(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl
     WORDS: tl.constexpr = T.stored_width(K)
     WIDE: tl.constexpr = min(WORDS, LINE)
     GROUPS: tl.constexpr = T.codes.groups(T.widths[K])
-    EACH: tl.constexpr = group_words(T, K)
+    EACH: tl.constexpr = WORDS // GROUPS  # that share one of them
     r, c, t = tl.arange(0, T.tile_rows), tl.arange(0, WORDS // WIDE), tl.arange(0, WIDE // 4)
     if AXIS == 1:
         word = c[None, :, None] * WIDE + 4 * t[None, None, :]

@@ -14,7 +14,7 @@ from kog_triton.backends.triton.kernel.layer import run_layer
 from kog_triton.backends.triton.kernel.matvec import either, first_tiles
 from kog_triton.backends.triton.kernel.pointers import given
 from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains
-from kog_triton.backends.triton.kernel.sample import argmax, publish_candidate
+from kog_triton.backends.triton.kernel.sample import argmax
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
     EXPIRED,
@@ -92,8 +92,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
             fetched = scoring[2]
             if (tl.load(request + field("flags")) & ALL_LOGITS) == 0:
                 best, best_id, alive = choose(pos + 1, passes, slot, alive, p, S, RULES)
-        publish_candidate(best, best_id, control, passes, alive, p, S)
-        token, control, alive = argmax(passes, alive, p, S)
+        token, control, alive = argmax(best, best_id, control, passes, alive, p, S)
         if RULES:
             if scores:
                 alive = keep(token, passes, slot, alive, p, S)

@@ -13,7 +13,10 @@ import triton.language as tl
 from kog_triton.backends.request_words import Flag
 from kog_triton.backends.triton.kernel.all_reduce import (
     ROUNDS,
+    SURVIVES,
     all_gather,
+    best_candidate,
+    check_argmax,
     four,
     ordered,
     pick,
@@ -22,12 +25,11 @@ from kog_triton.backends.triton.kernel.all_reduce import (
 )
 from kog_triton.backends.triton.kernel.edits import edited, remember
 from kog_triton.backends.triton.kernel.logprobs import deliver, deliver_own
-from kog_triton.backends.triton.kernel.matvec import head_tiles, rowwise
+from kog_triton.backends.triton.kernel.matvec import first_tiles, rowwise
 from kog_triton.backends.triton.kernel.residual import add_planes, rms_norm, rounded
-from kog_triton.backends.triton.kernel.sample import best_of, is_void, keys_of
+from kog_triton.backends.triton.kernel.sample import best_of, keys_of
 from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
 from kog_triton.backends.triton.kernel.sync import meet, store_shared
-from kog_triton.backends.triton.kernel.top_p_check import SURVIVES, best_candidate, check_argmax
 from kog_triton.backends.triton.kernel.words import (
     in_columns,
     pack_f32,
@@ -140,8 +142,8 @@ def score(x, gains, row, epoch, stream, alive, p, S: tl.constexpr):
         send_part(x, gains, phase, p, S)
         stream, alive = score_lanes(x, logits, first, stream, phase, alive, p, S)
     else:
-        head, behind, fetched = stream
-        stream = (head, behind, head_tiles(fetched, head, p, S))
+        if not S.head_alike:  # else what was asked for as if for qkv_proj is the head's
+            stream = (stream[0], stream[1], first_tiles(stream[0], p, S, 4))
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
             y, alive = mix_lanes(x, gains, phase, alive, p, S)
         else:
@@ -183,7 +185,7 @@ def choose(position, epoch, slot, alive, p, S: tl.constexpr, RULES: tl.constexpr
     ids = first + tl.arange(0, ROWS)
     mine = tl.arange(0, ROWS) < count
     logit = tl.load(p.logits + ids, mask=mine, other=-float("inf"))
-    void = is_void(logit) & mine
+    void = ((logit != logit) | (logit == float("inf"))) & mine
     left = mine
     if RULES:
         key, left, alive = by_the_rules(

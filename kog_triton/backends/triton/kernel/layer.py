@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import ask_constants, attention
-from kog_triton.backends.triton.kernel.matvec import outputs, rowwise, wired
+from kog_triton.backends.triton.kernel.matvec import rowwise, wired
 from kog_triton.backends.triton.kernel.residual import (
     ask_delayed,
     ask_reduce,
@@ -109,8 +109,7 @@ def module(x, layer, it, stream, phase, alive, p, S: tl.constexpr, STAGE: tl.con
     xs, alive = wait_pairs(words, phase, alive, REASON, layer, p, S, T)
     stamp(p, it, POINT, S)
     delayed = ask_delayed(how, it, p, S, STAGE)
-    sums, rests, stream = wired(stream, xs, p, S, STAGE, 1)
-    ys = outputs(sums, rests, S, STAGE, 1)
+    ys, stream = wired(stream, xs, p, S, STAGE, 1)
     stamp(p, it, POINT + 1, S)
     if STAGE == 3:
         if layer == S.num_layers - 1:

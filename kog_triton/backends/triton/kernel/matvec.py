@@ -73,12 +73,6 @@ def narrow(S, stage, k):
     return sums_width(S, stage, k) < sums_width(S, stage)
 
 
-@triton.constexpr_function
-def has_narrow(S, stage):
-    T = S.stages[stage]
-    return narrow(S, stage, T.k_tiles - 1)
-
-
 @triton.jit
 def either(condition, first, second):
     """Pointer `first` or `second`, where matrices begin: aligned, or Triton loads weights for AMD word by word."""
@@ -134,15 +128,6 @@ def load_tiles(
 def first_tiles(base, p, S: tl.constexpr, STAGE: tl.constexpr):
     """What is `fetched` where a stage begins."""
     return load_tiles(base, 0, p, S, STAGE, 0, S.stages[STAGE].ahead)
-
-
-@triton.jit
-def head_tiles(fetched, head, p, S: tl.constexpr):
-    """What is `fetched` where lm_head begins: what was asked for as if for qkv_proj, if its tiles are of that form."""
-    if S.head_alike:
-        return fetched
-    else:
-        return first_tiles(head, p, S, 4)
 
 
 @triton.jit
@@ -306,14 +291,14 @@ def add_tile(
 def whole(total, rest, S: tl.constexpr, STAGE: tl.constexpr):
     """[tile_rows] of one column's sums."""
     y = tl.sum(total, axis=1)
-    if has_narrow(S, STAGE):
+    if narrow(S, STAGE, S.stages[STAGE].k_tiles - 1):
         y += rest
     return y
 
 
 @triton.jit
 def wired(stream, xs, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
-    """weight @ operands xs for all of the block's rows: the sums of every unit, column by column, and the stream."""
+    """weight @ operands xs for all of the block's rows: of every unit [COLUMNS * tile_rows], and the stream."""
     base, behind, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     AHEAD: tl.constexpr = T.ahead
@@ -332,18 +317,11 @@ def wired(stream, xs, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.const
         for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, p, S, STAGE, k * UNITS + u)
-    return sums, rests, (base, behind, fetched)
-
-
-@triton.jit
-def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
-    """What `wired` sums to: a tuple of [COLUMNS * tile_rows], one a unit."""
-    UNITS: tl.constexpr = S.stages[STAGE].units
     ys = ()
     for u in tl.static_range(UNITS):
         y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
         ys = ys + (unscaled(y, S),)
-    return ys
+    return ys, (base, behind, fetched)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Pointers(NamedTuple):
     wide: Any  # int64: the same memory
     fences: Any  # int32 [blocks, 32]
     error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
-    chunk: Any  # float32: a chunk's vectors (partition.py)
+    chunk: Any  # float32: a chunk's vectors (columns.py)
     half_chunk: Any  # the model's 16-bit type; columns that pad a width are zero
     profile: Any  # int64 [layer runs, blocks, 16]: see POINTS of layer, shared_step
     # ---- slots ----

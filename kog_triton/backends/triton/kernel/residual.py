@@ -155,11 +155,6 @@ def bias_at(S: tl.constexpr, layer, STAGE: tl.constexpr):
     return layer * bias_rows(S, 4) + bias_rows(S, STAGE)
 
 
-@triton.constexpr_function
-def has_bias(S, stage):
-    return (S.qkv_bias, S.o_bias, S.mlp_bias, S.mlp_bias)[stage]
-
-
 @triton.jit
 def silu(v):
     return v / (1.0 + tl.exp(-v))
@@ -168,7 +163,7 @@ def silu(v):
 @triton.jit
 def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """y [.., n] plus the biases of rows `row` [n], those valid, if the stage has any."""
-    if has_bias(S, STAGE):
+    if (S.qkv_bias, S.o_bias, S.mlp_bias, S.mlp_bias)[STAGE]:
         bias = p.biases + bias_at(S, layer, STAGE) + lane * S.stages[STAGE].rows
         y += tl.load(bias + row, mask=valid, other=0.0)
     return y

@@ -21,7 +21,7 @@ from kog_triton.backends.triton.kernel.head import (
     store_logits,
 )
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, qkv_proj
-from kog_triton.backends.triton.kernel.matvec import either, first_tiles, outputs, rowwise, wired
+from kog_triton.backends.triton.kernel.matvec import either, first_tiles, rowwise, wired
 from kog_triton.backends.triton.kernel.pointers import Given, given
 from kog_triton.backends.triton.kernel.residual import (
     join,
@@ -32,7 +32,7 @@ from kog_triton.backends.triton.kernel.residual import (
     rounded,
     stage_input,
 )
-from kog_triton.backends.triton.kernel.sample import argmax, publish_candidate
+from kog_triton.backends.triton.kernel.sample import argmax
 from kog_triton.backends.triton.kernel.slots import (
     EXPIRED_ID,
     POSITION,
@@ -67,13 +67,6 @@ def at_column(p, column, group_index, S: tl.constexpr):
 
 
 @triton.jit
-def pick(values, column):
-    """One of the columns' int32 values."""
-    i = tl.arange(0, values.shape[0])
-    return tl.sum(tl.where(i == column, values, 0), axis=0)
-
-
-@triton.jit
 def store_operands(x, gains, own, p, S: tl.constexpr, COLUMNS: tl.constexpr):
     """The normed stream of the block's column, as matrices read it; blocks of one column store a part each."""
     HALF: tl.constexpr = S.hidden_size // 2
@@ -100,8 +93,8 @@ def met(number, PART: tl.constexpr, say, layer, alive, p, S: tl.constexpr):
 def shared_module(stream, layer, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
     """Publish every column's rows of o_proj (STAGE 1) or down_proj (3); returns the weight stream."""
     INPUT: tl.constexpr = stage_input(STAGE)
-    sums, rests, stream = wired(stream, p.words + S.region(INPUT), p, S, STAGE, COLUMNS)
-    publish_rows(outputs(sums, rests, S, STAGE, COLUMNS), layer, None, p, S, STAGE, COLUMNS)
+    ys, stream = wired(stream, p.words + S.region(INPUT), p, S, STAGE, COLUMNS)
+    publish_rows(ys, layer, None, p, S, STAGE, COLUMNS)
     return stream
 
 
@@ -116,7 +109,7 @@ def run_shared_layers(
     own = p.block % COLUMNS
     mine = at_column(p, own, p.group_index, S)
     gains = load_gains(0, p, S)
-    x = load_embedding(pick(tokens, own), p, S)
+    x = load_embedding(nth(tokens, own), p, S)
     operands = p.words + S.region("x")
     for layer in tl.range(S.num_layers, disable_licm=True):
         stream = (base, either(layer == S.num_layers - 1, behind, base + S.layer_words), fetched)
@@ -128,14 +121,14 @@ def run_shared_layers(
         for column in range(count):
             # Splits that are not in use are other blocks' in every column.
             apart = (p.group_index + column * APART) % S.group
-            at, slot = pick(pos, column), pick(slots, column)
+            at, slot = nth(pos, column), nth(slots, column)
             constants = ask_constants(layer, at, p, S)
             here = at_column(p, column, apart, S)
             alive = walk_splits(constants, layer, 0, at, slot, None, alive, here, S)
         alive = met(number, 2, control, layer, alive, p, S)
         for column in range(count):
             apart = (p.group_index + column * APART) % S.group
-            at = pick(pos, column)
+            at = nth(pos, column)
             constants = (tl.load(p.windows + layer),)
             here = at_column(p, column, apart, S)
             alive = join_heads(constants, layer, at, None, alive, here, S)
@@ -195,13 +188,12 @@ def shared_kernel(p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr
             slot = tl.load(p.slot_order + 1 + column)
             here = at_column(p, column, p.group_index, S)
             best, best_id = no_candidate(p)
-            scored = pick(pos, column) + 1 >= pick(prompts, column)
+            scored = nth(pos, column) + 1 >= nth(prompts, column)
             if scored:
                 best, best_id, alive = choose(
-                    pick(pos, column) + 1, epoch, slot, alive, here, S, RULES
+                    nth(pos, column) + 1, epoch, slot, alive, here, S, RULES
                 )
-            publish_candidate(best, best_id, zero, epoch, alive, p, S)
-            token, _, alive = argmax(epoch, alive, p, S)
+            token, _, alive = argmax(best, best_id, zero, epoch, alive, p, S)
             if RULES:
                 if scored:
                     alive = keep(token, epoch, slot, alive, here, S)

@@ -17,7 +17,7 @@ import triton.language as tl
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
-from kog_triton.backends.triton.kernel.sync import clock, load_host, stamps_tokens, store_shared
+from kog_triton.backends.triton.kernel.sync import clock, load_shared, stamps_tokens, store_shared
 
 STOP: tl.constexpr = tl.constexpr(int(Outcome.STOP))
 LENGTH: tl.constexpr = tl.constexpr(int(Outcome.LENGTH))
@@ -93,7 +93,7 @@ def ask_host(p, S: tl.constexpr):
     """The host's word, in block 0; the others hear of it with the candidates, so all act at one token."""
     control = p.block * 0
     if p.block == 0:
-        control = load_host(mail_of(control, p, "host", S), S).to(tl.int32)
+        control = load_shared(mail_of(control, p, "host", S), S).to(tl.int32)
     return control
 
 

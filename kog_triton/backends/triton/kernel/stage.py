@@ -70,19 +70,16 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     elif STAGE == "attention":
         constants = ask_constants(layer, position, p, S)
         alive = attention(constants, layer, layer, position, zero, phase, alive, p, S)
-    elif STAGE == "o_proj":
-        weights = (base, base, first_tiles(base, p, S, 1))
-        stream, gains, weights, alive = module(stream, layer, layer, weights, phase, alive, p, S, 1)
+    elif STAGE == "o_proj" or STAGE == "down_proj":
+        N: tl.constexpr = 1 if STAGE == "o_proj" else 3
+        weights = (base, base, first_tiles(base, p, S, N))
+        stream, _, _, alive = module(stream, layer, layer, weights, phase, alive, p, S, N)
         store_stream(out, stream, p, S)
     elif STAGE == "gate_up_proj":
         gains = load_gains(2 * layer + 1, p, S)
         weights = (base, base, first_tiles(base, p, S, 2))
         xs = rounded(rms_norm(stream, gains, S), S)
         gate_up_proj(weights, xs, layer, phase, p, S, 1)
-    elif STAGE == "down_proj":
-        weights = (base, base, first_tiles(base, p, S, 3))
-        stream, gains, weights, alive = module(stream, layer, layer, weights, phase, alive, p, S, 3)
-        store_stream(out, stream, p, S)
     elif STAGE == "mix":
         gains = load_gains(2 * S.num_layers, p, S)
         if S.head_mode == CONCAT:

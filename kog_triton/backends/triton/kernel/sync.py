@@ -20,21 +20,12 @@ def is_rdna():
 
 
 @triton.jit
-def load_shared(ptr, mask, other, S: tl.constexpr):
-    """Words another block may be writing. Triton drops `volatile` on gfx942 and honors .cv instead."""
+def load_shared(ptr, S: tl.constexpr, mask=None, other=None):
+    """Words another block, or the host, may be writing. Triton drops `volatile` on gfx942 and honors .cv instead."""
     if S.vendor == "nvidia":
         return tl.load(ptr, mask=mask, other=other, volatile=True)
     else:
         return tl.load(ptr, mask=mask, other=other, cache_modifier=".cv")
-
-
-@triton.jit
-def load_host(ptr, S: tl.constexpr):
-    """One word that the host may be writing."""
-    if S.vendor == "nvidia":
-        return tl.load(ptr, volatile=True)
-    else:
-        return tl.load(ptr, cache_modifier=".cv")
 
 
 @triton.jit

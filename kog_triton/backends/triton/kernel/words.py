@@ -228,6 +228,13 @@ def unpack_f32(w):
     return (w & -2).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def nth(values, i):
+    """Of a tensor with one dimension."""
+    at = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where(at == i, values, 0), axis=0)
+
+
 # ---- polls ----
 #
 # A poll takes tuples: pointers, masks, and gives words. Triton may repeat a load of fewer elements than threads in a
@@ -240,10 +247,10 @@ def load_polled(ptr, mask, wanted, S: tl.constexpr):
     """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; none misses a masked one."""
     other = wanted if ptr.dtype.element_ty == tl.int32 else wanted << 32
     if ptr.numel >= POLLED:
-        return load_shared(ptr, mask, other, S)
+        return load_shared(ptr, S, mask, other)
     else:
         copy = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
-        return load_shared(ptr[None, :, :] + copy, mask[None, :, :] & (copy == 0), other, S)
+        return load_shared(ptr[None, :, :] + copy, S, mask[None, :, :] & (copy == 0), other)
 
 
 @triton.jit
@@ -318,30 +325,22 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
 def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
     """The words at tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
     COUNT: tl.constexpr = len(ptrs)
+    ws = ()
     if wanted is None:
-        ws = ()
         for i in tl.static_range(COUNT):
             ws = ws + (load_polled(ptrs[i], masks[i], 0, S),)
         return ws, alive * 0
     else:
-        return poll_until(ptrs, masks, wanted, alive, p, S)
-
-
-@triton.jit
-def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
-    """`poll` of words that carry what is wanted."""
-    COUNT: tl.constexpr = len(ptrs)
-    ws = ()
-    for i in tl.static_range(COUNT):
-        ws = ws + (blank(ptrs[i]),)
-    since, tries, state = ticks(S), alive * 0, alive * 0 + 1
-    while state == 1:
-        ws = ()
         for i in tl.static_range(COUNT):
-            ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
-        tries += 1
-        state = poll_state(missing(ws, wanted), since, tries, p.limit * alive, S)
-    return ws, state
+            ws = ws + (blank(ptrs[i]),)
+        since, tries, state = ticks(S), alive * 0, alive * 0 + 1
+        while state == 1:
+            ws = ()
+            for i in tl.static_range(COUNT):
+                ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
+            tries += 1
+            state = poll_state(missing(ws, wanted), since, tries, p.limit * alive, S)
+        return ws, state
 
 
 @triton.jit
