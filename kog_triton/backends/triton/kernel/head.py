@@ -7,6 +7,8 @@ CONCAT            norm x of each lane        > lm_head lane by lane: a matrix of
                                                lanes' streams in registers at once
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -174,58 +176,69 @@ def choice_rows(S):
     return 2 * rows if rows == S.sizes.unlowered else rows
 
 
+class Ids(NamedTuple):
+    """Ids of the vocabulary that a block scores, padded."""
+
+    ids: Any  # int32 [rows]
+    mine: Any  # which of them there are
+    first: Any
+    count: Any
+
+
+@triton.jit
+def own_ids(p, S: tl.constexpr):
+    """The block's ids."""
+    i = tl.arange(0, choice_rows(S))
+    first, count, vocab_first = head_rows(p, S)
+    first += vocab_first
+    return Ids(first + i, i < count, first, count)
+
+
 @triton.jit
 def choose(position, epoch, slot, alive, p, S: tl.constexpr, RULES: tl.constexpr):
     """The block's best key for the token at `position`, its id, and alive; `epoch` counts choices."""
-    ROWS: tl.constexpr = choice_rows(S)
-    request = request_of(slot, p, S)
-    first, count, vocab_first = head_rows(p, S)
-    first += vocab_first
     meet(S)  # the block's own logits are read again by other threads
-    ids = first + tl.arange(0, ROWS)
-    mine = tl.arange(0, ROWS) < count
-    logit = tl.load(p.logits + ids, mask=mine, other=-float("inf"))
-    void = ((logit != logit) | (logit == float("inf"))) & mine
-    left = mine
+    own = own_ids(p, S)
+    logit = tl.load(p.logits + own.ids, mask=own.mine, other=-float("inf"))
+    void = ((logit != logit) | (logit == float("inf"))) & own.mine
+    left = own.mine
     if RULES:
-        key, left, alive = by_the_rules(
-            logit, ids, mine, first, count, position, epoch, slot, alive, p, S
-        )
+        key, left, alive = by_the_rules(logit, own, position, epoch, slot, alive, p, S)
     else:
-        key = keys_of(logit, ids, position, request)
-    best, best_id = best_of(key, left, ids, void)
+        key = keys_of(logit, own.ids, position, request_of(slot, p, S))
+    best, best_id = best_of(key, left, own.ids, void)
     return best, best_id, alive
 
 
 @triton.jit
-def by_the_rules(raw, ids, mine, first, count, position, epoch, slot, alive, p, S: tl.constexpr):
+def by_the_rules(raw, own, position, epoch, slot, alive, p, S: tl.constexpr):
     """What the ids compete with once edited, which of them the cuts let compete, and alive; log-probabilities on
     the way. Where it is known who wins by then, that one alone is left."""
     request = request_of(slot, p, S)
     flags = tl.load(request + field("flags"))
-    logit, left = raw, mine
+    logit, left = raw, own.mine
     if (flags & EDITED) != 0:
-        logit, alive = edited(logit, ids, mine, first, count, position, slot, alive, p, S)
-        left = mine & (logit > -float("inf"))
-    key = keys_of(logit, ids, position, request)
+        logit, alive = edited(logit, own, position, slot, alive, p, S)
+        left = own.mine & (logit > -float("inf"))
+    key = keys_of(logit, own.ids, position, request)
     if (flags & ALL_REDUCED) != 0:
         round = epoch * ROUNDS
-        bits, who = best_candidate(key, logit, left, ids)
-        own = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
-        gathered, alive = all_gather(own, round, alive, p, S, "all_reduce")
+        bits, who = best_candidate(key, logit, left, own.ids)
+        best = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
+        gathered, alive = all_gather(best, round, alive, p, S, "all_reduce")
         round += 1
         if (flags & CUT) != 0:
             top = unordered(tl.max(pick(gathered, 0), axis=0))
             checked, result, round, alive = check_argmax(
-                gathered, key, logit, left, ids, top, flags, request, round, alive, p, S
+                gathered, key, logit, left, own.ids, top, flags, request, round, alive, p, S
             )
             if result == SURVIVES:
-                left = left & (ids == checked)
+                left = left & (own.ids == checked)
             else:
                 left, round, alive = survivors(logit, left, top, flags, request, round, alive, p, S)
         if (flags & LOGPROBS) != 0:
             top = unordered(tl.max(pick(gathered, 1), axis=0))
-            alive = deliver(raw, mine, ids, top, request, round, slot, alive, p, S)
+            alive = deliver(raw, own, top, request, round, slot, alive, p, S)
     return key, left, alive
 
 
@@ -234,17 +247,12 @@ def keep(token, epoch, slot, alive, p, S: tl.constexpr):
     """What is written down of the chosen token, and alive; `epoch` counts passes."""
     flags = tl.load(request_of(slot, p, S) + field("flags"))
     if (flags & (EDITED | LOGPROBS)) != 0:
-        first, count, vocab_first = head_rows(p, S)
+        own = own_ids(p, S)
         if (flags & EDITED) != 0:
-            remember(token, first + vocab_first, count, slot, p, S)
+            remember(token, own, slot, p, S)
         if ((flags & LOGPROBS) != 0) & (token >= 0):
-            ROWS: tl.constexpr = choice_rows(S)
-            ids = first + vocab_first + tl.arange(0, ROWS)
-            mine = tl.arange(0, ROWS) < count
-            logit = tl.load(p.logits + ids, mask=mine, other=-float("inf"))
-            alive = deliver_own(
-                token, logit, mine, ids, first + vocab_first, count, epoch, slot, alive, p, S
-            )
+            logit = tl.load(p.logits + own.ids, mask=own.mine, other=-float("inf"))
+            alive = deliver_own(token, logit, own, epoch, slot, alive, p, S)
     return alive
 
 

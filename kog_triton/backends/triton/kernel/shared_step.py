@@ -46,7 +46,7 @@ from kog_triton.backends.triton.kernel.slots import (
     state_of,
 )
 from kog_triton.backends.triton.kernel.sync import meet, stamp
-from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
+from kog_triton.backends.triton.kernel.words import diagnose_timeout, nth, plane_index, plane_tiles
 
 WORDS: tl.constexpr = tl.constexpr(Given._fields.index("words"))
 LOGITS: tl.constexpr = tl.constexpr(Given._fields.index("logits"))
