@@ -81,12 +81,7 @@ def search(keys, weights, target, round, alive, p, S: tl.constexpr):
     one = cut + 1
     for step in range(DIGITS):
         shift = 2 * (DIGITS - 1 - step)
-        own = four(
-            0,
-            weight_from(keys, weights, cut + (one << shift)),
-            weight_from(keys, weights, cut + (2 * one << shift)),
-            weight_from(keys, weights, cut + (3 * one << shift)),
-        )
+        own = four(0, *[weight_from(keys, weights, cut + (n * one << shift)) for n in (1, 2, 3)])
         gathered, alive = all_gather(own, round + step, alive, p, S, "all_reduce")
         reached = (tl.sum(gathered, axis=1) >= target) & (tl.arange(0, 4) > 0)
         cut += tl.sum(reached.to(tl.int64), axis=0) << shift

@@ -127,9 +127,8 @@ def score_lanes(x, logits, first, stream, phase, alive, p, S: tl.constexpr):
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         next_base = tl.where(j == S.lanes - 1, behind.to(tl.int64), following).to(base.dtype)
-        out = (first, 0, j)
         own = (base, next_base, fetched)
-        _, _, fetched = rowwise(own, xs, logits, out, p, S, 4, store_logits, 1)
+        _, _, fetched = rowwise(own, xs, logits, (first, 0, j), p, S, 4, store_logits, 1)
         meet(S)  # the next lane's share is added to what other threads stored
     return (head, behind, fetched), alive
 

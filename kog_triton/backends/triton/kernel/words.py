@@ -309,10 +309,7 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
         state = any_set(lacking, S)
         if (state != 0) & ((tries % CLOCK_EVERY == 0) | (limit == 0)):
             late = expired(since, tries, limit, S)
-            overdue = ()
-            for i in tl.static_range(COUNT):
-                overdue = overdue + (lacking[i] * late,)
-            state += any_set(overdue, S)
+            state += any_set([wanted * late for wanted in lacking], S)
     else:  # in one maximum
         late = expired(since, tries, limit, S)
         state = tl.max(lacking[0] * (1 + late))
@@ -325,14 +322,13 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
 def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
     """The words at tensors of pointers once none is missing, and 0; or as they are when the time is up, and 2."""
     COUNT: tl.constexpr = len(ptrs)
-    ws = ()
     if wanted is None:
+        ws = ()
         for i in tl.static_range(COUNT):
             ws = ws + (load_polled(ptrs[i], masks[i], 0, S),)
         return ws, alive * 0
     else:
-        for i in tl.static_range(COUNT):
-            ws = ws + (blank(ptrs[i]),)
+        ws = [blank(ptr) for ptr in ptrs]
         since, tries, state = ticks(S), alive * 0, alive * 0 + 1
         while state == 1:
             ws = ()
