@@ -134,9 +134,9 @@ def wide_field(request, name: tl.constexpr):
 
 # ---- the top-p check: the argmax of all ids, and whether it survives min_p, top_k and top_p ----
 #
-# If it does, it is the argmax of the survivors too, and two all-reduces replace a search for the cut (all_reduce.py);
-# with top_p alone that has at least the probability top_p. If it does not, every survivor has a larger logit: the
-# argmax of the ids with larger logits is checked next.
+# If it does, it is the argmax of the survivors too, and two all-reduces replace a search for the cut; with top_p alone
+# that has at least the probability top_p. If it does not, every survivor has a larger logit: the argmax of the ids with
+# larger logits is checked next.
 
 
 @triton.jit

@@ -48,7 +48,8 @@ class Pointers(NamedTuple):
     limit: Any  # how long a wait may last, in units of 1,024 ns; in the interpreter its tries
 
 
-# What every function is passed: the pointers, and which block this is, of which lane, and which of the lane's blocks.
+# What every function is passed: which block this is, of which lane, which of the lane's blocks, and the pointers. S is
+# beside it: Triton gives no variable a tuple that holds it, and its aggregates hide it from code that is interpreted.
 Given = namedtuple("Given", ("block", "lane", "group_index", *Pointers._fields))
 
 
