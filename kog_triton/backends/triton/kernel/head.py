@@ -187,15 +187,16 @@ class Ids(NamedTuple):
 @triton.jit
 def own_ids(p, S: tl.constexpr):
     """The block's ids."""
-    i = tl.arange(0, choice_rows(S))
     first, count, vocab_first = head_rows(p, S)
     first += vocab_first
+    i = tl.arange(0, choice_rows(S))
     return Ids(first + i, i < count, first, count)
 
 
 @triton.jit
 def choose(position, epoch, slot, alive, p, S: tl.constexpr, RULES: tl.constexpr):
     """The block's best key for the token at `position`, its id, and alive; `epoch` counts choices."""
+    request = request_of(slot, p, S)
     meet(S)  # the block's own logits are read again by other threads
     own = own_ids(p, S)
     logit = tl.load(p.logits + own.ids, mask=own.mine, other=-float("inf"))
@@ -204,7 +205,7 @@ def choose(position, epoch, slot, alive, p, S: tl.constexpr, RULES: tl.constexpr
     if RULES:
         key, left, alive = by_the_rules(logit, own, position, epoch, slot, alive, p, S)
     else:
-        key = keys_of(logit, own.ids, position, request_of(slot, p, S))
+        key = keys_of(logit, own.ids, position, request)
     best, best_id = best_of(key, left, own.ids, void)
     return best, best_id, alive
 
