@@ -28,12 +28,11 @@ from kog_triton.backends.triton.kernel import (
     shared_step,
     slots,
     sync,
-    top_p_check,
     words,
 )
 
 DEVICE_MODULES = (
-    sync, words, matvec, attention, residual, layer, noise, slots, sample, all_reduce, top_p_check, edits,
+    sync, words, matvec, attention, residual, layer, noise, slots, sample, all_reduce, edits,
     logprobs, head, columns, chunk_attention, chunk, decode, shared_step,
 )  # fmt: skip
 MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}

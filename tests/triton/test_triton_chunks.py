@@ -24,7 +24,7 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.host import launcher
 from kog_triton.backends.triton.host.admission import admit
 from kog_triton.backends.triton.host.backend import IN_CHUNKS
-from kog_triton.backends.triton.kernel import chunk, chunk_attention, partition
+from kog_triton.backends.triton.kernel import chunk, chunk_attention, columns
 from kog_triton.backends.triton.kernel.slots import HOST, YIELD
 from kog_triton.errors import RunError
 from kog_triton.model.spec import DType, Head, Reduce
@@ -152,8 +152,8 @@ def test_what_stood_there_before_does_not_matter():
     backend.memory.pointers.chunk.fill_(torch.nan)
     tiles, half = backend.tiles, backend.memory.pointers.half_chunk
     for name, stage in (("x", 0), ("attention", 1), ("mlp", 3)):
-        rows, wide = tiles.lanes * tiles.columns, partition.width(tiles, stage)
-        at = partition.begins(tiles, name)
+        rows, wide = tiles.lanes * tiles.columns, columns.width(tiles, stage)
+        at = columns.begins(tiles, name)
         half[at : at + rows * wide].view(rows, wide)[:, : tiles.stages[stage].cols] = torch.nan
     assert error_of(case, run_chunks(backend, 0, "sc")) < 1
 

@@ -189,8 +189,7 @@ FAULTS = {
         "long", "stale",
     ),
     "a candidate is not written through": Fault(
-        "sample", 'tl.store(ptr, value, cache_modifier=".wt")', "tl.store(ptr, value)",
-        "qwen3", "stale",
+        "sample", "store_shared(own, tag", "tl.store(own, tag", "qwen3", "stale",
     ),
     "no phase flips": Fault(
         "layer", "phase = (it + 1) & 1\n", "phase = it * 0 + 1\n", "llama",
@@ -227,8 +226,7 @@ FAULTS = {
         "attention", "if (used == 1) & newest:", "if newest:", "long",
     ),
     "outputs walked alone are the first head's": Fault(
-        "attention", 'S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)',
-        'S.region("attention") + lane * S.attention_words', "llama",
+        "attention", "to + head * (GROUP * D // 2)", "to", "llama",
     ),
     "the value is rotated like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, phase, S), S)",

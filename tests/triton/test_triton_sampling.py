@@ -22,6 +22,7 @@ import triton.language as tl
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.triton.kernel import head, sample
 from kog_triton.backends.triton.kernel.noise import gumbel, random_word
+from kog_triton.backends.triton.kernel.pointers import given
 from kog_triton.backends.triton.kernel.slots import advance, ask_host, state_of
 from kog_triton.errors import RequestError, RunError
 from kog_triton.sampling import History, SamplingParams, fixed
@@ -39,20 +40,19 @@ CASE = Case(plain(vocab_size=VOCAB), 3)
 @triton.jit
 def choose_kernel(p, S: tl.constexpr, RULES: tl.constexpr):
     """Slot 0 chooses token after token of the same logits, as decode_kernel does after a pass."""
-    block = tl.program_id(0)
-    coords = (block, block // S.group, block % S.group)
-    alive, passes = block * 0 + 1, block * 0
+    p = given(p, S)
+    slot = p.block * 0
+    alive, passes = slot + 1, slot
     going = alive
     while going != 0:
         passes += 1
-        control = ask_host(block, p, S)
-        position = tl.load(state_of(block * 0, block, p, S)) + 1
-        best, best_id, alive = head.choose(position, passes, block * 0, coords, alive, p, S, RULES)
-        sample.publish_candidate(best, best_id, control, passes, alive, block, p, S)
-        token, control, alive = sample.argmax(passes, alive, p, S)
+        control = ask_host(p, S)
+        position = tl.load(state_of(slot, p, S)) + 1
+        best, best_id, alive = head.choose(position, passes, slot, alive, p, S, RULES)
+        token, control, alive = sample.argmax(best, best_id, control, passes, alive, p, S)
         if RULES:
-            alive = head.keep(token, passes, block * 0, coords, alive, p, S)
-        going = (advance(token, alive, block * 0, block, p, S) == 0).to(tl.int32)
+            alive = head.keep(token, passes, slot, alive, p, S)
+        going = (advance(token, alive, slot, p, S) == 0).to(tl.int32)
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +253,10 @@ FAULTS = {
         "all_reduce", "for step in range(DIGITS)", "for step in range(1, DIGITS)", "top_k",
     ),
     "a cut is too high": ("all_reduce", ">= target) &", "> target) &", "top_k"),
-    "every argmax survives": ("top_p_check", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
-    "as many before the argmax as top_k": ("top_p_check", "(first >= k)", "(first > k)", "top_k of one"),
+    "every argmax survives": ("all_reduce", "(before >= share_of(total, share))", "(before < 0)", "top_p"),
+    "as many before the argmax as top_k": ("all_reduce", "(first >= k)", "(first > k)", "top_k of one"),
     "a share of all, not of the top_k": (
-        "top_p_check", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat",
+        "all_reduce", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat",
     ),
     "weights ignore the cut before": ("all_reduce", "tl.where(left, weight(whole), 0)", "weight(whole)", "all cuts"),
 }  # fmt: skip

@@ -348,15 +348,15 @@ FAULTS = {
         "p.words, p.logits",
     ),
     "all columns read the first one's cache": (
-        "at, slot = pick(pos, column), pick(slots, column)",
-        "at, slot = pick(pos, column), pick(slots, 0)",
+        "at, slot = nth(pos, column), nth(slots, column)",
+        "at, slot = nth(pos, column), nth(slots, 0)",
     ),
     "nobody waits for the operands": (
-        "        heard, alive = gather(number, control, layer, alive, block, p, S)\n",
+        "        alive = met(number, 0, control, layer, alive, p, S)\n",
         "        number -= 0\n",
     ),
     "nobody waits for the splits": (
-        "        heard, alive = gather(number + 2, control, layer, alive, block, p, S)\n",
+        "        alive = met(number, 2, control, layer, alive, p, S)\n",
         "        number -= 0\n",
     ),
     "the rows of columns are interleaved": (
@@ -365,12 +365,12 @@ FAULTS = {
         "matvec",
     ),
     "a column is normed as the first one": (
-        "mine = at_column(p, own, S)",
-        "mine = at_column(p, own * 0, S)",
+        "mine = at_column(p, own, p.group_index, S)",
+        "mine = at_column(p, own * 0, p.group_index, S)",
     ),
     "every token's position is the first one's": (
-        "pick(pos, column) + 1, epoch, slot",
-        "pick(pos, 0) + 2, epoch, slot",
+        "nth(pos, column) + 1, epoch, slot",
+        "nth(pos, 0) + 2, epoch, slot",
     ),
 }
 

@@ -12,7 +12,7 @@ from kog_triton.backends.narrow import LoadNarrow, load_narrow
 from kog_triton.backends.prefill.library import rope_positions
 from kog_triton.backends.request_words import capacity
 from kog_triton.backends.triton.host.narrow_tiles import pack_narrow_tiles
-from kog_triton.backends.triton.kernel.partition import scratch_sizes
+from kog_triton.backends.triton.kernel.columns import scratch_sizes
 from kog_triton.backends.triton.kernel.pointers import Pointers
 from kog_triton.backends.triton.kernel.slots import STATE_WORDS, mailbox_offsets
 from kog_triton.backends.triton.kernel.words import RECORD

@@ -77,12 +77,7 @@ def quarters(lower, upper, mask, phase, S: tl.constexpr):
     """float32 values of words: lower even, lower odd, upper even, upper odd; zeros where there are none."""
     a0, a1 = unpack_pair(settle(lower), phase, S)
     b0, b1 = unpack_pair(settle(upper), phase, S)
-    return (
-        tl.where(mask, a0, 0.0),
-        tl.where(mask, a1, 0.0),
-        tl.where(mask, b0, 0.0),
-        tl.where(mask, b1, 0.0),
-    )
+    return [tl.where(mask, x, 0.0) for x in (a0, a1, b0, b1)]
 
 
 @triton.jit
@@ -150,36 +145,34 @@ def kv_tasks_each(S):
 
 
 @triton.jit
-def attention(constants, layer, it, position, slot, coords, phase, alive, p, S: tl.constexpr):
+def attention(constants, layer, it, position, slot, phase, alive, p, S: tl.constexpr):
     """Publish the attention outputs of this block's heads; returns alive."""
-    alive = walk_splits(constants, layer, it, position, slot, coords, phase, alive, p, S)
-    return join_heads(constants, layer, position, coords, phase, alive, p, S)
+    alive = walk_splits(constants, layer, it, position, slot, phase, alive, p, S)
+    return join_heads(constants, layer, position, phase, alive, p, S)
 
 
 @triton.jit
-def walk_splits(constants, layer, it, position, slot, coords, phase, alive, p, S: tl.constexpr):
+def walk_splits(constants, layer, it, position, slot, phase, alive, p, S: tl.constexpr):
     """Publish what this block's splits of the context give its heads; returns alive."""
-    _, lane, group_index = coords
     for i in range(kv_tasks_each(S)):
-        kv_task = i * S.group + group_index
+        kv_task = i * S.group + p.group_index
         split = kv_task % S.splits
         there = kv_task < S.kv_heads * S.splits
         if phase is None:  # else every split publishes, in use or not, so that all phases keep step
             there = there & (split < num_splits(num_keys(constants[0], position), S))
         if there:
-            task = (lane, kv_task // S.splits, split)
+            task = (kv_task // S.splits, split)
             alive = one_head(constants, layer, it, position, slot, task, phase, alive, p, S)
     return alive
 
 
 @triton.jit
-def join_heads(constants, layer, position, coords, phase, alive, p, S: tl.constexpr):
+def join_heads(constants, layer, position, phase, alive, p, S: tl.constexpr):
     """Publish the outputs of this block's query heads; returns alive."""
-    _, lane, group_index = coords
     for i in range(kv_tasks_each(S)):
-        kv_task = i * S.group + group_index
+        kv_task = i * S.group + p.group_index
         if kv_task < S.kv_heads * S.splits:
-            task = (lane, kv_task // S.splits, kv_task % S.splits)
+            task = (kv_task // S.splits, kv_task % S.splits)
             alive = join_splits(constants, layer, position, task, phase, alive, p, S)
     return alive
 
@@ -245,7 +238,7 @@ def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.con
 @triton.jit
 def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.constexpr):
     """One key/value head over one split of positions [first, position]."""
-    lane, head, split = task
+    head, split = task
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
@@ -263,14 +256,14 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     end = tl.minimum(first + (split + 1) * length // used, position)
     end = tl.where(split < used, end, start)
     # 64-bit: a cache may hold more than 2^31 elements.
-    home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
+    home = ((slot * S.num_layers + layer) * S.lanes + p.lane) * S.kv_heads + head
     cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
     values_at = S.max_context * D
     # On its way while we wait for the queries.
     key, value = load_cached(cache, start, end, S, FLAT_N)
 
     newest = split == used - 1  # this split takes the new key and value
-    words = p.words + S.region("qkv") + lane * S.qkv_words
+    words = p.words + S.region("qkv") + p.lane * S.qkv_words
     row = tl.arange(0, G)[:, None]
     mask = (row < GROUP) & (j < D // 4)
     kv_mask = (row >= 0) & (j < D // 4) & newest
@@ -299,9 +292,9 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     once = inside[None, :] & newest & (row == 0)
     store_shared(here, k16, once)
     store_shared(here + values_at, v16, once)
-    own = tl.sum(q * k16.to(tl.float32), axis=1)
-    top = tl.where(newest, own, -1e30)  # finite: a split without keys weighs nothing
-    total = tl.where(newest, own * 0.0 + 1.0, 0.0)
+    self_score = tl.sum(q * k16.to(tl.float32), axis=1)
+    top = tl.where(newest, self_score, -1e30)  # finite: a split without keys weighs nothing
+    total = tl.where(newest, self_score * 0.0 + 1.0, 0.0)
     out = tl.where(newest, q * 0.0 + v16.to(tl.float32), 0.0)
     q16 = q.to(p.kv.dtype.element_ty)
     deep = (end - start > FEW) & DEEP
@@ -314,21 +307,16 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
             for at in tl.range(start, end, DEEP_N, num_stages=loop_stages(S)):
                 keys, values = load_cached(cache, at, end, S, DEEP_N)
                 top, total, out = add_keys(q16, top, total, out, keys, values, at, end, S, DEEP_N)
-    base = (
-        p.words
-        + S.region("splits")
-        + ((lane * S.kv_heads + head) * S.splits + split) * S.split_words
-    )
+    own = (p.lane * S.kv_heads + head) * S.splits + split
+    base = p.words + S.region("splits") + own * S.split_words
     total = tl.where(total == 0.0, 1.0, total)
     out = out / total[:, None]
     if walks_alone(S):
         if (used == 1) & newest:  # nothing to join
             even, odd = tl.split(tl.reshape(out, (G, DP // 2, 2)))
             pair, there = element(2 * tl.arange(0, DP // 2), S)
-            to = (
-                p.words + S.region("attention") + lane * S.attention_words + head * (GROUP * D // 2)
-            )
-            to = to + row * (D // 2) + (pair // 2)[None, :]
+            to = p.words + S.region("attention") + p.lane * S.attention_words
+            to = to + head * (GROUP * D // 2) + row * (D // 2) + (pair // 2)[None, :]
             store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
     out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
@@ -348,14 +336,14 @@ def joined_values(S):
 @triton.jit
 def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constexpr):
     """Join the splits of this head for the values that are this split's, in use or not, and publish them."""
-    lane, head, split = task
+    head, split = task
     D: tl.constexpr = S.head_dim
     VALUES: tl.constexpr = S.heads // S.kv_heads * D  # one query head's after the other's
     EACH: tl.constexpr = joined_values(S)
     SP: tl.constexpr = max(triton.next_power_of_2(S.splits), POLLED // EACH)
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
     used = num_splits(num_keys(constants[0], position), S)
-    base = p.words + S.region("splits") + (lane * S.kv_heads + head) * S.splits * S.split_words
+    base = p.words + S.region("splits") + (p.lane * S.kv_heads + head) * S.splits * S.split_words
     joins = split * EACH < VALUES
     if walks_alone(S):
         joins = joins & (used > 1)
@@ -372,6 +360,6 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
         share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
         out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
         out = out / tl.sum(share, axis=0)
-        words = p.words + S.region("attention") + lane * S.attention_words + head * (VALUES // 2)
-        publish_pairs(words, split * EACH, out, VALUES, phase, S, EACH, 1, 0)
+        words = p.words + S.region("attention") + p.lane * S.attention_words + head * (VALUES // 2)
+        publish_pairs(words, split * EACH, out, VALUES, phase, S, 1, pack_pair)
     return alive

@@ -13,14 +13,15 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.chunk_attention import attend
 from kog_triton.backends.triton.kernel.columns import (
+    begins,
     multiply,
     out_rows,
+    parts,
     store_gated,
     store_out,
     store_qkv,
     vectors,
 )
-from kog_triton.backends.triton.kernel.partition import begins, parts
 from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, ask_reduce, biased
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
@@ -34,7 +35,7 @@ from kog_triton.backends.triton.kernel.slots import (
     request_of,
     state_of,
 )
-from kog_triton.backends.triton.kernel.sync import meet, order
+from kog_triton.backends.triton.kernel.sync import meet, order, store_shared
 from kog_triton.backends.triton.kernel.words import in_range, wait
 
 STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
@@ -47,17 +48,17 @@ MOST_THREADS: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
-def gather(number, say, layer, alive, block, p, S: tl.constexpr):
+def gather(number, say, layer, alive, p, S: tl.constexpr):
     """All blocks are here, and each sees what all wrote before: what block 0 says, and alive; `number` counts."""
     NB: tl.constexpr = triton.next_power_of_2(S.num_blocks)
-    order(p.fences + block * 32, S)
+    order(p.fences + p.block * 32, S)
     # Two buffers: who arrives at n + 1 may be ahead of who still reads n, but of nobody by two.
     arrivals = p.words + S.region("arrivals") + (number & 1) * S.num_blocks
     phase = ((number >> 1) + 1) & 1
-    tl.store(arrivals + block, (say << 1) | phase, cache_modifier=".wt")
+    store_shared(arrivals + p.block, (say << 1) | phase)
     i = tl.arange(0, NB)
     said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S)
-    order(p.fences + block * 32, S)
+    order(p.fences + p.block * 32, S)
     return tl.sum(tl.where(i == 0, said, 0), axis=0) >> 1, alive
 
 
@@ -90,14 +91,14 @@ def received(layer, lane, t, i, inside, p, S: tl.constexpr, STAGE: tl.constexpr)
 
 
 @triton.jit
-def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr):
+def feed(pos, count, slot, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The vectors that qkv_proj (STAGE 0) or gate_up_proj (2) reads: the stream, joined by what came before, normed."""
     HIDDEN: tl.constexpr = triton.next_power_of_2(S.hidden_size)
     AT: tl.constexpr = begins(S, "stream")
     HALF: tl.constexpr = S.hidden_size // 2
     i = tl.arange(0, HIDDEN)
     inside = i < S.hidden_size
-    for vector in range(block, S.lanes * count, S.num_blocks):
+    for vector in range(p.block, S.lanes * count, S.num_blocks):
         lane, t = vector // count, vector % count
         stream = p.chunk + AT + (lane * S.columns + t) * S.hidden_size + i
         if STAGE == 2:
@@ -127,57 +128,50 @@ def feed(pos, count, slot, layer, block, p, S: tl.constexpr, STAGE: tl.constexpr
 
 
 @triton.jit
-def run_step(step, layer, base, pos, count, slot, coords, p, S: tl.constexpr):
+def run_step(step, layer, base, pos, count, slot, p, S: tl.constexpr):
     """One step of a layer whose first weight is at `base`."""
-    block, lane, _ = coords
     if step == 0:
-        feed(pos, count, slot, layer, block, p, S, 0)
+        feed(pos, count, slot, layer, p, S, 0)
     elif step == 1:
-        x = vectors("x", lane, 0, p, S)
-        multiply(x, base, layer, count, coords, p, S, 0, store_qkv)
+        multiply(base, layer, count, p, S, 0, store_qkv)
     elif step == 2:
-        attend(layer, pos, count, slot, coords, p, S)
+        attend(layer, pos, count, slot, p, S)
     elif step == 3:
-        x = vectors("attention", lane, 0, p, S)
-        multiply(x, base, layer, count, coords, p, S, 1, store_out)
+        multiply(base, layer, count, p, S, 1, store_out)
     elif step == 4:
-        feed(pos, count, slot, layer, block, p, S, 2)
+        feed(pos, count, slot, layer, p, S, 2)
     elif step == 5:
-        x = vectors("x", lane, 0, p, S)
-        multiply(x, base, layer, count, coords, p, S, 2, store_gated)
+        multiply(base, layer, count, p, S, 2, store_gated)
     else:
-        x = vectors("mlp", lane, 0, p, S)
-        multiply(x, base, layer, count, coords, p, S, 3, store_out)
+        multiply(base, layer, count, p, S, 3, store_out)
 
 
 @triton.jit
-def run_chunk(pos, count, slot, number, alive, coords, p, S: tl.constexpr):
+def run_chunk(pos, count, slot, number, alive, p, S: tl.constexpr):
     """Keys and values of `count` tokens from `pos` on: the number of the next meeting, the host's word, alive."""
-    block, _, _ = coords
-    zero = block * 0  # a tensor also in the interpreter
-    control = ask_host(block, p, S)
+    zero = p.block * 0  # a tensor also in the interpreter
+    control = ask_host(p, S)
     heard = zero
     layers = p.half_weights + tl.zeros((), tl.int64)
     for i in tl.range(STEPS * (S.num_layers - 1) + 3, disable_licm=True):
         step = zero + i
         layer = step // STEPS
         base = layers + layer.to(tl.int64) * (2 * S.layer_words)
-        run_step(step % STEPS, layer, base, pos, count, slot, coords, p, S)
-        heard, alive = gather(number, control, layer, alive, block, p, S)
+        run_step(step % STEPS, layer, base, pos, count, slot, p, S)
+        heard, alive = gather(number, control, layer, alive, p, S)
         number += 1
     return number, heard, alive
 
 
 @triton.jit
-def run_prompts(alive, coords, p, S: tl.constexpr):
+def run_prompts(alive, p, S: tl.constexpr):
     """All slots' prompts, until each has less than CHUNKS_FROM tokens left: alive, 0 if the host wants us to leave."""
-    block, _, _ = coords
-    zero = block * 0
+    zero = p.block * 0
     entry, number, stays = zero, zero, zero + 1
     slots = tl.load(p.slot_order)
     while (entry < slots) & (stays != 0) & (alive != 0):
         slot = tl.load(p.slot_order + 1 + entry)
-        own, request = state_of(slot, block, p, S), request_of(slot, p, S)
+        own, request = state_of(slot, p, S), request_of(slot, p, S)
         pos = tl.load(own + POSITION)
         ahead = tl.load(request + field("prompt")) - 1 - pos
         scores = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
@@ -185,8 +179,8 @@ def run_prompts(alive, coords, p, S: tl.constexpr):
             entry += 1
         else:
             count = tl.minimum(ahead, S.columns)
-            number, control, alive = run_chunk(pos, count, slot, number, alive, coords, p, S)
-            beat(-number, block, p, S)
+            number, control, alive = run_chunk(pos, count, slot, number, alive, p, S)
+            beat(-number, p, S)
             if alive != 0:  # else keys and values of this chunk are void
                 token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + count)
                 tl.store(own + POSITION, pos + count)
@@ -197,6 +191,6 @@ def run_prompts(alive, coords, p, S: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def run_prompts_apart(alive, coords, p, S: tl.constexpr):
+def run_prompts_apart(alive, p, S: tl.constexpr):
     """`run_prompts` as a function that is called: in line, its registers would be taken from the rest of the kernel."""
-    return run_prompts(alive, coords, p, S)
+    return run_prompts(alive, p, S)

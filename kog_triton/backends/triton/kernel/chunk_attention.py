@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import rotated_pair, softmax_step
-from kog_triton.backends.triton.kernel.columns import vectors
-from kog_triton.backends.triton.kernel.partition import begins
+from kog_triton.backends.triton.kernel.columns import begins, vectors
 from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
 from kog_triton.backends.triton.kernel.words import in_range
 
@@ -35,25 +34,36 @@ def task_tokens(S):
 
 
 @triton.jit
-def attend(layer, pos, count, slot, coords, p, S: tl.constexpr):
+def attend(layer, pos, count, slot, p, S: tl.constexpr):
     """Attention outputs of `count` tokens from `pos` on into `half_chunk`, their keys and values into the cache."""
-    _, lane, group_index = coords
     TOKENS: tl.constexpr = task_tokens(S)
     tasks = (count + TOKENS - 1) // TOKENS
-    for task in range(group_index, S.kv_heads * tasks, S.group):
-        attend_task(layer, pos, count, slot, lane, task // tasks, task % tasks, p, S)
+    for task in range(p.group_index, S.kv_heads * tasks, S.group):
+        attend_task(layer, pos, count, slot, task // tasks, task % tasks, p, S)
 
 
 @triton.jit
-def half_rows(head, token, valid, lane, p, S: tl.constexpr):
+def halves(at, mask, S: tl.constexpr):
+    """The values at `at`, of a lower half, and those half a head on; zeros where masked."""
+    lower = tl.load(at, mask=mask, other=0.0)
+    return lower, tl.load(at + S.head_dim // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_halves(at, x, mask, S: tl.constexpr):
+    tl.store(at, x[0], mask=mask)
+    tl.store(at + S.head_dim // 2, x[1], mask=mask)
+
+
+@triton.jit
+def half_rows(head, token, valid, p, S: tl.constexpr):
     """Halves of the rows of `head` for tokens [n, 1], as they left the matrix; zeros where not valid."""
     ROWS: tl.constexpr = S.stages[0].rows
     AT: tl.constexpr = begins(S, "qkv")
     j = tl.arange(0, half(S))[None, :]
     mask = valid & (j < S.head_dim // 2)
-    at = p.chunk + AT + (lane * S.columns + token) * ROWS + head * S.head_dim + j
-    lower = tl.load(at, mask=mask, other=0.0)
-    return lower, tl.load(at + S.head_dim // 2, mask=mask, other=0.0)
+    at = p.chunk + AT + (p.lane * S.columns + token) * ROWS + head * S.head_dim + j
+    return halves(at, mask, S)
 
 
 @triton.jit
@@ -66,25 +76,23 @@ def rotated(lower, upper, gains, position, valid, p, S: tl.constexpr):
         scale = tl.rsqrt(square / S.head_dim + S.norm_eps)
         lower *= scale * tl.load(gains + j, mask=inside, other=0.0)
         upper *= scale * tl.load(gains + S.head_dim // 2 + j, mask=inside, other=0.0)
-    rope = p.rope + position * S.head_dim + j
-    cos = tl.load(rope, mask=valid & inside, other=0.0)
-    sin = tl.load(rope + S.head_dim // 2, mask=valid & inside, other=0.0)
+    cos, sin = halves(p.rope + position * S.head_dim + j, valid & inside, S)
     return rotated_pair(lower, upper, cos, sin)
 
 
 @triton.jit
-def add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S: tl.constexpr):
+def add_keys(q, top, total, out, keys, values, seen, S: tl.constexpr):
     """Into the online softmax: keys and values in halves, of which a row sees `seen` [rows, keys]."""
-    score = dot_onto(dot(q[0], tl.trans(lower), S), q[1], tl.trans(upper), S)
+    score = dot_onto(dot(q[0], tl.trans(keys[0]), S), q[1], tl.trans(keys[1]), S)
     score = tl.where(seen, score, -float("inf"))
     top, total, weight, old = softmax_step(score, top, total)
-    weight = weight.to(lower_value.dtype)
-    lower_out = dot_onto(out[0] * old, weight, lower_value, S)
-    return top, total, (lower_out, dot_onto(out[1] * old, weight, upper_value, S))
+    weight = weight.to(values[0].dtype)
+    lower = dot_onto(out[0] * old, weight, values[0], S)
+    return top, total, (lower, dot_onto(out[1] * old, weight, values[1], S))
 
 
 @triton.jit
-def attend_task(layer, pos, count, slot, lane, head, task, p, S: tl.constexpr):
+def attend_task(layer, pos, count, slot, head, task, p, S: tl.constexpr):
     """The queries of one key/value head for tokens task * task_tokens .. of the chunk."""
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
@@ -99,7 +107,7 @@ def attend_task(layer, pos, count, slot, lane, head, task, p, S: tl.constexpr):
     valid = (row < TOKENS * GROUP) & (token < count)
     gains = p.qk_gains + layer * 2 * D
     window = tl.load(p.windows + layer)
-    lower, upper = half_rows(query, token, valid, lane, p, S)
+    lower, upper = half_rows(query, token, valid, p, S)
     lower, upper = rotated(lower, upper, gains, pos + token, valid, p, S)
     scale = D**-0.5 * 1.4426950408889634  # scores in powers of two
     q = ((lower * scale).to(element), (upper * scale).to(element))
@@ -110,7 +118,7 @@ def attend_task(layer, pos, count, slot, lane, head, task, p, S: tl.constexpr):
     out = (tl.zeros((ROWS, half(S)), tl.float32), tl.zeros((ROWS, half(S)), tl.float32))
 
     # 64-bit: a cache may hold more than 2^31 elements.
-    home = ((slot * S.num_layers + layer) * S.lanes + lane) * S.kv_heads + head
+    home = ((slot * S.num_layers + layer) * S.lanes + p.lane) * S.kv_heads + head
     cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
     VALUES: tl.constexpr = S.max_context * D
     start = tl.where(window > 0, tl.maximum(pos + task * TOKENS + 1 - window, 0), 0)
@@ -119,36 +127,23 @@ def attend_task(layer, pos, count, slot, lane, head, task, p, S: tl.constexpr):
         spot = cache + n * D + j
         mask = (n < pos) & inside
         seen = tl.trans(n < pos) & (tl.trans(n) > oldest)
-        top, total, out = add_keys(
-            q,
-            top,
-            total,
-            out,
-            tl.load(spot, mask=mask, other=0.0),
-            tl.load(spot + D // 2, mask=mask, other=0.0),
-            tl.load(spot + VALUES, mask=mask, other=0.0),
-            tl.load(spot + VALUES + D // 2, mask=mask, other=0.0),
-            seen,
-            S,
-        )
+        keys, values = halves(spot, mask, S), halves(spot + VALUES, mask, S)
+        top, total, out = add_keys(q, top, total, out, keys, values, seen, S)
 
     n = tl.arange(0, NEW)[:, None]
     there = n < count
-    lower, upper = half_rows(S.heads + head, n, there, lane, p, S)
+    lower, upper = half_rows(S.heads + head, n, there, p, S)
     lower, upper = rotated(lower, upper, gains + D, pos + n, there, p, S)
-    lower, upper = in_range(lower, S).to(element), in_range(upper, S).to(element)
-    lower_value, upper_value = half_rows(S.heads + S.kv_heads + head, n, there, lane, p, S)
-    lower_value = in_range(lower_value, S).to(element)
-    upper_value = in_range(upper_value, S).to(element)
+    keys = (in_range(lower, S).to(element), in_range(upper, S).to(element))
+    lower, upper = half_rows(S.heads + S.kv_heads + head, n, there, p, S)
+    values = (in_range(lower, S).to(element), in_range(upper, S).to(element))
     spot = cache + (pos + n) * D + j
     own = there & (n // TOKENS == task) & inside
-    tl.store(spot, lower, mask=own)
-    tl.store(spot + D // 2, upper, mask=own)
-    tl.store(spot + VALUES, lower_value, mask=own)
-    tl.store(spot + VALUES + D // 2, upper_value, mask=own)
+    store_halves(spot, keys, own, S)
+    store_halves(spot + VALUES, values, own, S)
     seen = tl.trans(there) & (tl.trans(n) <= token) & (tl.trans(n) + pos > oldest)
-    top, total, out = add_keys(q, top, total, out, lower, upper, lower_value, upper_value, seen, S)
+    top, total, out = add_keys(q, top, total, out, keys, values, seen, S)
     share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = vectors("attention", lane, token, p, S) + query * D + j
+    to = vectors("attention", p.lane, token, p, S) + query * D + j
     tl.store(to, in_range(out[0] * share, S).to(element), mask=valid & inside)
     tl.store(to + D // 2, in_range(out[1] * share, S).to(element), mask=valid & inside)

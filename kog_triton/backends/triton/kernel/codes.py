@@ -16,35 +16,8 @@ from kog_triton.backends.triton.kernel.sync import picked, pin
 from kog_triton.backends.triton.kernel.words import LINE, high, low
 
 E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
-E4M3_BITS: tl.constexpr = tl.constexpr(
-    -0x78100000
-)  # sign, exponent and mantissa as a float32 has them: 0x87f00000
-
-
-@triton.constexpr_function
-def is_e4m3(T):
-    return T.codes.is_e4m3
-
-
-@triton.constexpr_function
-def has_zero_points(T):
-    return T.codes.zero_points
-
-
-@triton.constexpr_function
-def groups(T, K):
-    return T.codes.groups(T.widths[K])
-
-
-@triton.constexpr_function
-def group_words(T, K):
-    """Stored words of a row that share a scale."""
-    return T.stored_width(K) // T.codes.groups(T.widths[K])
-
-
-@triton.constexpr_function
-def zero(T):
-    return T.codes.zero
+# Sign, exponent and mantissa as a float32 has them: 0x87f00000.
+E4M3_BITS: tl.constexpr = tl.constexpr(-0x78100000)
 
 
 @triton.constexpr_function
@@ -55,7 +28,7 @@ def place_of(T, number):
 @triton.jit
 def value_of(w, less, NUMBER: tl.constexpr, S: tl.constexpr, T: tl.constexpr):
     """Code NUMBER of each word, less `less`, float32."""
-    if is_e4m3(T):
+    if T.codes.is_e4m3:
         up = w << (24 - 8 * NUMBER)
         return ((up >> 4) & E4M3_BITS).to(tl.float32, bitcast=True) * E4M3_UNIT
     else:
@@ -65,20 +38,12 @@ def value_of(w, less, NUMBER: tl.constexpr, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def shape_of(ROWS: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr, AXIS: tl.constexpr):
-    if AXIS == 1:
-        return ROWS, LINES, EACH
-    else:
-        return LINES, ROWS, EACH
-
-
-@triton.jit
 def load_beside(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
     """Scales or zero points of a tile, for every four stored words; `ptr` is where the tile has them."""
     WORDS: tl.constexpr = T.stored_width(K)
     WIDE: tl.constexpr = min(WORDS, LINE)
-    GROUPS: tl.constexpr = groups(T, K)
-    EACH: tl.constexpr = group_words(T, K)
+    GROUPS: tl.constexpr = T.codes.groups(T.widths[K])
+    EACH: tl.constexpr = WORDS // GROUPS  # that share one of them
     r, c, t = tl.arange(0, T.tile_rows), tl.arange(0, WORDS // WIDE), tl.arange(0, WIDE // 4)
     if AXIS == 1:
         word = c[None, :, None] * WIDE + 4 * t[None, None, :]
@@ -93,8 +58,8 @@ def with_scales(w, ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS:
     """The tile of stored words w, which begins at `ptr`."""
     SCALES: tl.constexpr = T.tile_rows * T.stored_width(K)
     tile = (w, load_beside(ptr + SCALES, S, T, K, AXIS))
-    if has_zero_points(T):
-        ZEROS: tl.constexpr = SCALES + T.tile_rows * groups(T, K)
+    if T.codes.zero_points:
+        ZEROS: tl.constexpr = SCALES + T.tile_rows * T.codes.groups(T.widths[K])
         return tile + (load_beside(ptr + ZEROS, S, T, K, AXIS),)
     else:
         return tile
@@ -122,8 +87,8 @@ def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr
     w = tile[0]
     PACK: tl.constexpr = T.pack
     SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
-    less = zero(T)
-    if has_zero_points(T):
+    less = T.codes.zero
+    if T.codes.zero_points:
         FOURS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
         own = tile[2].to(tl.float32, bitcast=True)
         less = tl.reshape(tl.broadcast_to(tl.expand_dims(own, 3), FOURS), w.shape) + less

@@ -1,28 +1,128 @@
 """The matrices of a chunk of a prompt: x [columns, K] times rows of weights, each read once for all columns.
 
 Weights are the tiles that one token streams (matvec.py), here read as a row of 16-bit values wherever it stands.
+
+All blocks of a lane share its chunk, a row a token. Blocks own rows of a matrix as they do for one token; where that
+is few (o_proj, down_proj), `parts` of them take their rows together and a part of K each: a block then reads fewer of
+the vectors, which for many tokens are more bytes than its weights.
+
+    chunk       float32: `stream` x, `qkv` as it left the matrix, `out` the parts of the modules' outputs
+    half_chunk  16 bits: `x` normed, `attention` and `mlp`, as wide as the tiles that they meet, zero after the end
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.partition import (
-    begins,
-    max_parts,
-    parts,
-    pipelined,
-    row_tile,
-    row_tiles,
-    runs,
-    span,
-    step,
-    tile_values,
-    vector_width,
-    width,
-)
-from kog_triton.backends.triton.kernel.residual import biased, silu
+from kog_triton.backends.triton.kernel.residual import biased, silu, stage_input
 from kog_triton.backends.triton.kernel.sync import dot_onto
 from kog_triton.backends.triton.kernel.words import in_range
+
+# ---- how the work is divided, and where vectors stand ----
+
+MOST_ROWS = 128  # of a matrix multiplied at once, at most
+SHARED_ROWS = 64  # of the blocks that share theirs
+WIRED = (1, 3)  # o_proj and down_proj
+
+
+@triton.constexpr_function
+def width(S: Any, stage: int) -> int:
+    """Of a vector that the stage reads, padded."""
+    return 2 * S.stages[stage].row_words
+
+
+@triton.constexpr_function
+def parts(S: Any, stage: int) -> int:
+    """Blocks of a lane that share their rows of a stage."""
+    if stage not in WIRED:
+        return 1
+    rows = S.stages[stage].block_rows
+    fitting = (n for n in range(1, S.group + 1) if S.group % n == 0 and n * rows <= SHARED_ROWS)
+    return max(fitting, default=1)
+
+
+@triton.constexpr_function
+def span(S: Any, stage: int) -> int:
+    """Rows of the blocks that share theirs."""
+    return parts(S, stage) * S.stages[stage].block_rows
+
+
+@triton.constexpr_function
+def row_tile(S: Any, stage: int) -> int:
+    """Rows multiplied at once: each time all vectors are read again."""
+    return min(max(16, triton.next_power_of_2(span(S, stage))), MOST_ROWS)
+
+
+@triton.constexpr_function
+def step(S: Any, stage: int) -> int:
+    """Values along K multiplied at once; a tile holds a whole number of steps."""
+    values = 2 * S.stages[stage].widths[-1]
+    while values > 64 and 2 * values * (row_tile(S, stage) + S.columns) > S.sizes.step_bytes:
+        values //= 2
+    return values
+
+
+@triton.constexpr_function
+def runs(S: Any, stage: int) -> list[tuple[int, int]]:
+    """Tiles along K in runs of one width: the first of each, and the values of a row before it."""
+    return [(k, 2 * S.stages[stage].first_word(k)) for k, _ in S.stages[stage].runs]
+
+
+@triton.constexpr_function
+def tile_values(S: Any, stage: int, k: int) -> tuple[int, int, int, int]:
+    """Of tile k along K: values before all blocks' tiles of the first unit, from one unit to the next, from one tile
+    along K to the next one as wide, and from a row to the next."""
+    T = S.stages[stage]
+    first, step = T.begins(k)
+    width = T.widths[k] * T.tile_rows * (T.units if T.wired else 1)
+    begins, units, along = (2 * words * S.num_blocks for words in (first, step, width))
+    return 2 * T.offset + begins, units, along, 2 * T.widths[k]
+
+
+# ---- where vectors stand ----
+
+READERS = {"x": 0, "attention": 1, "mlp": 3}  # the stage that reads vectors of `half_chunk`
+
+
+@triton.constexpr_function
+def max_parts(S: Any) -> int:
+    return max(parts(S, stage) for stage in WIRED)
+
+
+@triton.constexpr_function
+def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes in values, in order: of `chunk`, of `half_chunk`."""
+    rows = S.lanes * S.columns
+    outs = 2 * (S.delay + 1) * max_parts(S)
+    floats = {
+        "stream": rows * S.hidden_size,
+        "qkv": rows * S.stages[0].rows,
+        "out": outs * rows * S.hidden_size,
+    }
+    return floats, {name: rows * width(S, READERS[name]) for name in READERS}
+
+
+@triton.constexpr_function
+def vector_width(S: Any, name: str) -> int:
+    return width(S, READERS[name])
+
+
+@triton.constexpr_function
+def begins(S: Any, name: str) -> int:
+    """Where a region begins in its tensor."""
+    (sizes,) = (s for s in scratch(S) if name in s)
+    names = list(sizes)
+    return sum(sizes[n] for n in names[: names.index(name)])
+
+
+def scratch_sizes(tiles: Any) -> tuple[int, int]:
+    """Values of `chunk` and of `half_chunk`."""
+    floats, halves = scratch(tiles)
+    return sum(floats.values()), sum(halves.values())
+
+
+# ---- products ----
 
 
 @triton.jit
@@ -86,7 +186,7 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     t, k = tl.arange(0, COLUMNS), tl.arange(0, STEP)
     total = tl.zeros((COLUMNS, M), tl.float32)
     first, last = part * STEPS // PARTS, (part + 1) * STEPS // PARTS
-    for i in tl.range(first, last, num_stages=pipelined(S)):
+    for i in tl.range(first, last, num_stages=S.sizes.steps):
         at = i * STEP
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = tl.load(
@@ -100,23 +200,21 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
 
 
 @triton.jit
-def multiply(
-    x, base, layer, count, coords, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr
-):
+def multiply(base, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr):
     """The block's rows of a stage for all columns, each tile of rows handed to STORE: y [columns, M], row, owned .."""
-    _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     M: tl.constexpr = row_tile(S, STAGE)
-    TILES: tl.constexpr = row_tiles(S, STAGE)
     SPAN: tl.constexpr = span(S, STAGE)
+    TILES: tl.constexpr = (SPAN + M - 1) // M
     PARTS: tl.constexpr = parts(S, STAGE)
-    part = group_index % PARTS
+    x = vectors(stage_input(STAGE), p.lane, 0, p, S)
+    part = p.group_index % PARTS
     for tile in range(TILES):
         m = tile * M + tl.arange(0, M)
-        row = group_index // PARTS * SPAN + m
+        row = p.group_index // PARTS * SPAN + m
         owned = (m < SPAN) & (row < T.rows)
-        y = product(x, base, row, owned, lane, part, S, STAGE)
-        STORE(y, row, owned, part, layer, count, lane, p, S, STAGE)
+        y = product(x, base, row, owned, p.lane, part, S, STAGE)
+        STORE(y, row, owned, part, layer, count, p, S, STAGE)
 
 
 @triton.jit
@@ -130,26 +228,26 @@ def here(count, S: tl.constexpr):
 
 
 @triton.jit
-def store_qkv(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+def store_qkv(y, row, owned, part, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr):
     ROWS: tl.constexpr = S.stages[0].rows
     AT: tl.constexpr = begins(S, "qkv")
-    y = biased(y, row, owned, lane, layer, p, S, STAGE)
+    y = biased(y, row, owned, p.lane, layer, p, S, STAGE)
     t, valid = here(count, S)
-    to = p.chunk + AT + lane * (S.columns * ROWS) + t * ROWS + row[None, :]
+    to = p.chunk + AT + p.lane * (S.columns * ROWS) + t * ROWS + row[None, :]
     tl.store(to, y, mask=valid & owned[None, :])
 
 
 @triton.jit
-def store_gated(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+def store_gated(y, row, owned, part, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr):
     """silu(gate) * up of woven rows: gate, up, gate, up."""
     M: tl.constexpr = row_tile(S, STAGE)
     COLUMNS: tl.constexpr = S.columns
-    y = biased(y, row, owned, lane, layer, p, S, STAGE)
+    y = biased(y, row, owned, p.lane, layer, p, S, STAGE)
     gate, up = tl.split(tl.reshape(y, (COLUMNS, M // 2, 2)))
     h = in_range(silu(gate) * up, S)
     gate_row, _ = tl.split(tl.reshape(row, (M // 2, 2)))
     t, valid = here(count, S)
-    to = vectors("mlp", lane, t, p, S) + (gate_row // 2)[None, :]
+    to = vectors("mlp", p.lane, t, p, S) + (gate_row // 2)[None, :]
     own, _ = tl.split(tl.reshape(owned.to(tl.int32), (M // 2, 2)))
     tl.store(to, h.to(p.half_chunk.dtype.element_ty), mask=valid & (own != 0)[None, :])
 
@@ -164,8 +262,8 @@ def out_rows(layer, part, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def store_out(y, row, owned, part, layer, count, lane, p, S: tl.constexpr, STAGE: tl.constexpr):
+def store_out(y, row, owned, part, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr):
     """One part of the sum over K; who adds the parts adds the bias."""
     t, valid = here(count, S)
-    to = out_rows(layer, part, lane, p, S, STAGE) + t * S.hidden_size + row[None, :]
+    to = out_rows(layer, part, p.lane, p, S, STAGE) + t * S.hidden_size + row[None, :]
     tl.store(to, y, mask=valid & owned[None, :])

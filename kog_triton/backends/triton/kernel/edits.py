@@ -34,28 +34,28 @@ def real(request, name: tl.constexpr):
 
 
 @triton.jit
-def edited(logit, ids, mine, first, count, position, slot, block, alive, p, S: tl.constexpr):
-    """The logits [rows] of `ids` as the request wants them, -inf where it bans; and alive."""
+def edited(logit, own, position, slot, alive, p, S: tl.constexpr):
+    """The logits [rows] of the block's ids (head.Ids) as the request wants them, -inf where it bans; and alive."""
     request = request_of(slot, p, S)
     flags = tl.load(request + field("flags"))
-    number = tl.load(state_of(slot, block, p, S) + MADE) + 1
-    row = slot.to(tl.int64) * S.vocab_size + ids
-    marks = tl.load(p.marks + row, mask=mine, other=0)
+    number = tl.load(state_of(slot, p, S) + MADE) + 1
+    row = slot.to(tl.int64) * S.vocab_size + own.ids
+    marks = tl.load(p.marks + row, mask=own.mine, other=0)
     if (flags & PENALIZED) != 0:
         logit = penalized(logit, marks, request)
     if (flags & (BIASED | ALLOWED)) != 0:
-        bias = tl.load(p.bias + row, mask=mine, other=0.0)
+        bias = tl.load(p.bias + row, mask=own.mine, other=0.0)
         logit = tl.where(bias != 0.0, logit + bias, logit)
     if (flags & MIN_TOKENS) != 0:
         early = number <= tl.load(request + field("min_tokens"))
         logit = tl.where(((marks & END) != 0) & early, -float("inf"), logit)
     if tl.load(request + field("bad_ends") + 1) != 0:
-        ban_bad_words(first, count, position, number, slot, request, p, S)
-        banned = tl.load(p.bans + row, mask=mine, other=0) == number
+        ban_bad_words(own, position, number, slot, request, p, S)
+        banned = tl.load(p.bans + row, mask=own.mine, other=0) == number
         logit = tl.where(banned, -float("inf"), logit)
     if (flags & MASKED) != 0:
-        bits, alive = wait_mask(ids, mine, number, slot, alive, p, S)
-        logit = tl.where(((bits >> (ids & 31)) & 1) == 0, -float("inf"), logit)
+        bits, alive = wait_mask(own, number, slot, alive, p, S)
+        logit = tl.where(((bits >> (own.ids & 31)) & 1) == 0, -float("inf"), logit)
     return logit, alive
 
 
@@ -74,8 +74,8 @@ def penalized(logit, marks, request):
 
 
 @triton.jit
-def ban_bad_words(first, count, position, number, slot, request, p, S: tl.constexpr):
-    """Mark, of the block's ids [first, first + count), those that would complete a bad word at `position`."""
+def ban_bad_words(own, position, number, slot, request, p, S: tl.constexpr):
+    """Mark, of the block's ids, those that would complete a bad word at `position`."""
     known = p.tokens + slot * (S.max_context + 1)
     ends = request + tl.load(request + field("bad_ends"))
     words = tl.load(request + field("bad_ends") + 1)
@@ -93,25 +93,25 @@ def ban_bad_words(first, count, position, number, slot, request, p, S: tl.conste
             token = tl.load(known + tl.maximum(position - j, 0))
             match = match & ((word == token) | (j > before))
         last = tl.load(ids + end - 1, mask=match, other=-1)
-        own = match & (last >= first) & (last < first + count)
-        tl.store(p.bans + slot.to(tl.int64) * S.vocab_size + last, last * 0 + number, mask=own)
+        scored = match & (last >= own.first) & (last < own.first + own.count)
+        tl.store(p.bans + slot.to(tl.int64) * S.vocab_size + last, last * 0 + number, mask=scored)
     meet(S)  # other threads of the block read them
 
 
 @triton.jit
-def wait_mask(ids, mine, number, slot, alive, p, S: tl.constexpr):
+def wait_mask(own, number, slot, alive, p, S: tl.constexpr):
     """The host's mask word of each id once it is that of token `number`: int32; and alive."""
-    COPIES: tl.constexpr = max(1, POLLED // ids.numel)
+    COPIES: tl.constexpr = max(1, POLLED // own.ids.numel)
     copy = tl.arange(0, COPIES)[:, None]
-    ptr = mail_of(slot, p, "mask", S) + (ids >> 5)[None, :] + copy * 0
-    asked = mine[None, :] & (copy >= 0)
+    ptr = mail_of(slot, p, "mask", S) + (own.ids >> 5)[None, :] + copy * 0
+    asked = own.mine[None, :] & (copy >= 0)
     w, alive = wait_tagged(ptr, asked, number, alive, "sample mask", p, S)
     return tl.max(w, axis=0).to(tl.int32), alive
 
 
 @triton.jit
-def remember(token, first, count, slot, p, S: tl.constexpr):
+def remember(token, own, slot, p, S: tl.constexpr):
     """Count a chosen token, in the block that owns its row."""
-    if (token >= first) & (token < first + count):
+    if (token >= own.first) & (token < own.first + own.count):
         mark = p.marks + slot.to(tl.int64) * S.vocab_size + token
         tl.store(mark, tl.load(mark) + 1)

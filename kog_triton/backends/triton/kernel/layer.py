@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import ask_constants, attention
-from kog_triton.backends.triton.kernel.matvec import outputs, rowwise, wired
+from kog_triton.backends.triton.kernel.matvec import rowwise, wired
 from kog_triton.backends.triton.kernel.residual import (
     ask_delayed,
     ask_reduce,
     bias_at,
     join,
     load_gains,
-    module_input,
     module_wait,
     publish_module,
     rms_norm,
     rounded,
     silu,
+    stage_input,
 )
 from kog_triton.backends.triton.kernel.sync import fence, stamp
-from kog_triton.backends.triton.kernel.words import in_columns, publish_pairs, wait_pairs
+from kog_triton.backends.triton.kernel.words import in_columns, pack_pair, publish_pairs, wait_pairs
 
 POINTS = (
     "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",
@@ -44,109 +44,99 @@ def row_biases(bias, row, T: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def store_qkv(
-    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
-):
-    ROWS: tl.constexpr = T.tile_rows
+def store_qkv(y, to, unit, out, S: tl.constexpr, COLUMNS: tl.constexpr):
+    T: tl.constexpr = S.stages[0]
     bias, first, phase = out
-    row = first + unit * ROWS
+    row = first + unit * T.tile_rows
     if S.qkv_bias:
         if T.units == 1:
             y += bias
         else:
             y += row_biases(bias, row, T, COLUMNS)
-    publish_pairs(to, row, y, T.rows, phase, S, ROWS, COLUMNS, STRIDE)
+    publish_pairs(to, row, y, T.rows, phase, S, COLUMNS, pack_pair)
 
 
 @triton.jit
-def silu_mul(
-    y, to, unit, out, S: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr
-):
-    ROWS: tl.constexpr = T.tile_rows
-    PAIRS: tl.constexpr = T.tile_rows // 2
+def silu_mul(y, to, unit, out, S: tl.constexpr, COLUMNS: tl.constexpr):
+    T: tl.constexpr = S.stages[2]
     bias, first, phase = out
-    row = first + unit * ROWS
+    row = first + unit * T.tile_rows
     if S.mlp_bias:
         y += row_biases(bias, row, T, COLUMNS)
-    gate, up = tl.split(tl.reshape(y, (COLUMNS * PAIRS, 2)))
+    gate, up = tl.split(tl.reshape(y, (y.numel // 2, 2)))
     value = silu(gate) * up
-    publish_pairs(to, row // 2, value, T.rows // 2, phase, S, PAIRS, COLUMNS, STRIDE)
+    publish_pairs(to, row // 2, value, T.rows // 2, phase, S, COLUMNS, pack_pair)
 
 
 # ---- stages ----
 
 
 @triton.jit
-def qkv_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.constexpr):
+def qkv_proj(stream, xs, layer, phase, p, S: tl.constexpr, COLUMNS: tl.constexpr):
     """Publish the block's rows of q, k and v; returns the weight stream (matvec.py)."""
-    _, lane, group_index = coords
     T: tl.constexpr = S.stages[0]
-    words = p.words + S.region("qkv") + lane * S.qkv_words
-    bias = p.biases + bias_at(S, layer, 0) + lane * T.rows
-    first = group_index * T.block_rows
+    words = p.words + S.region("qkv") + p.lane * S.qkv_words
+    bias = p.biases + bias_at(S, layer, 0) + p.lane * T.rows
+    first = p.group_index * T.block_rows
     if S.qkv_bias and T.units == 1:  # asked for ahead of the only tile's products
         bias = row_biases(bias, first, T, COLUMNS)
     out = (bias, first, phase)
-    return rowwise(stream, xs, words, out, S, 0, store_qkv, COLUMNS, S.total_words)
+    return rowwise(stream, xs, words, out, p, S, 0, store_qkv, COLUMNS)
 
 
 @triton.jit
-def gate_up_proj(stream, xs, layer, coords, phase, p, S: tl.constexpr, COLUMNS: tl.constexpr):
+def gate_up_proj(stream, xs, layer, phase, p, S: tl.constexpr, COLUMNS: tl.constexpr):
     """Publish the block's rows of silu(gate) * up; returns the weight stream."""
-    _, lane, group_index = coords
     T: tl.constexpr = S.stages[2]
-    words = p.words + S.region("mlp") + lane * (S.ffn // 2)
-    bias = p.biases + bias_at(S, layer, 2) + lane * T.rows
-    out = (bias, group_index * T.block_rows, phase)
-    return rowwise(stream, xs, words, out, S, 2, silu_mul, COLUMNS, S.total_words)
+    words = p.words + S.region("mlp") + p.lane * (S.ffn // 2)
+    bias = p.biases + bias_at(S, layer, 2) + p.lane * T.rows
+    out = (bias, p.group_index * T.block_rows, phase)
+    return rowwise(stream, xs, words, out, p, S, 2, silu_mul, COLUMNS)
 
 
 @triton.jit
-def module(x, layer, it, coords, stream, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
+def module(x, layer, it, stream, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """Attention's output through o_proj (STAGE 1), or the gated values through down_proj (3), into x.
 
     Returns x, the gains of the next norm, the weight stream and alive.
     """
-    block, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
-    INPUT: tl.constexpr = module_input(STAGE)
+    INPUT: tl.constexpr = stage_input(STAGE)
     REASON: tl.constexpr = module_wait(STAGE, INPUT)
-    COUNT: tl.constexpr = T.cols // 2
     POINT: tl.constexpr = 2 * STAGE + 3  # "gathered", and the stage after it, in POINTS
     how = ask_reduce(layer, p, S, STAGE)
-    words = p.words + S.region(INPUT) + lane * COUNT
-    xs, alive = wait_pairs(words, COUNT, phase, alive, REASON, layer, p, S, T)
+    words = p.words + S.region(INPUT) + p.lane * (T.cols // 2)
+    xs, alive = wait_pairs(words, phase, alive, REASON, layer, p, S, T)
     stamp(p, it, POINT, S)
-    delayed = ask_delayed(how, it, group_index, p, S, STAGE)
-    sums, rests, stream = wired(stream, xs, S, STAGE, 1)
-    ys = outputs(sums, rests, S, STAGE, 1)
+    delayed = ask_delayed(how, it, p, S, STAGE)
+    ys, stream = wired(stream, xs, p, S, STAGE, 1)
     stamp(p, it, POINT + 1, S)
     if STAGE == 3:
         if layer == S.num_layers - 1:
             # This token's rows of the cache; pairs with the fence at the start of the next token.
-            fence(p.fences + block * 32, S)
-    alive = publish_module(ys, delayed, how, layer, it, coords, phase, alive, p, S, STAGE)
-    gains = load_gains(2 * layer + 1 + STAGE // 2, lane, p, S)
-    x, alive = join(x, how, layer, it, lane, phase, alive, p, S, STAGE)
+            fence(p.fences + p.block * 32, S)
+    alive = publish_module(ys, delayed, how, layer, it, phase, alive, p, S, STAGE)
+    gains = load_gains(2 * layer + 1 + STAGE // 2, p, S)
+    x, alive = join(x, how, layer, it, phase, alive, p, S, STAGE)
     return x, gains, stream, alive
 
 
 @triton.jit
-def run_layer(layer, it, pos, slot, coords, stream, x, gains, alive, p, S: tl.constexpr):
+def run_layer(layer, it, pos, slot, stream, x, gains, alive, p, S: tl.constexpr):
     """One layer: x and the gains of its norm in, those of the next out, the weight stream and alive."""
     phase = (it + 1) & 1
     stamp(p, it, 0, S)
     constants = ask_constants(layer, pos, p, S)
     xs = rounded(rms_norm(x, gains, S), S)
-    stream = qkv_proj(stream, xs, layer, coords, phase, p, S, 1)
+    stream = qkv_proj(stream, xs, layer, phase, p, S, 1)
     stamp(p, it, 1, S)
-    alive = attention(constants, layer, it, pos, slot, coords, phase, alive, p, S)
+    alive = attention(constants, layer, it, pos, slot, phase, alive, p, S)
     stamp(p, it, 4, S)
-    x, gains, stream, alive = module(x, layer, it, coords, stream, phase, alive, p, S, 1)
+    x, gains, stream, alive = module(x, layer, it, stream, phase, alive, p, S, 1)
     stamp(p, it, 7, S)
     xs = rounded(rms_norm(x, gains, S), S)
-    stream = gate_up_proj(stream, xs, layer, coords, phase, p, S, 1)
+    stream = gate_up_proj(stream, xs, layer, phase, p, S, 1)
     stamp(p, it, 8, S)
-    x, gains, stream, alive = module(x, layer, it, coords, stream, phase, alive, p, S, 3)
+    x, gains, stream, alive = module(x, layer, it, stream, phase, alive, p, S, 3)
     stamp(p, it, 11, S)
     return x, gains, stream, alive

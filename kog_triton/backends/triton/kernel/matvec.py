@@ -9,7 +9,6 @@ their way while the block publishes, waits and gathers. A tile is known by its r
 
     base     first word of the layer's matrices, or of the head's
     behind   likewise, of what comes behind them: the next layer, the head, or the next token's first layer
-    block    whose tiles these are
     fetched  tiles that were asked for, in their order: as many as the stage that is next has `ahead`
 """
 
@@ -19,6 +18,7 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.codes import parts_of, sums_of_codes, with_scales
 from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
 from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, unscaled
+from kog_triton.schedule.triton import StageTiles, Tiles
 
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
@@ -31,10 +31,8 @@ COLUMN_LOOP: tl.constexpr = tl.constexpr(2)
 RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
 LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 
-
-@triton.constexpr_function
-def asked_by(S, stage, tile):
-    return S.asked_by(stage, tile)
+asked_by = triton.constexpr_function(Tiles.asked_by)
+place = triton.constexpr_function(StageTiles.place)
 
 
 @triton.constexpr_function
@@ -53,11 +51,6 @@ def begins(S, stage, k):
     T = S.stages[stage]
     first, step = T.begins(k)
     return T.offset + first * S.num_blocks, step * S.num_blocks
-
-
-@triton.constexpr_function
-def place(T, tile):
-    return T.place(tile)
 
 
 @triton.constexpr_function
@@ -80,14 +73,15 @@ def narrow(S, stage, k):
     return sums_width(S, stage, k) < sums_width(S, stage)
 
 
-@triton.constexpr_function
-def has_narrow(S, stage):
-    T = S.stages[stage]
-    return narrow(S, stage, T.k_tiles - 1)
+@triton.jit
+def either(condition, first, second):
+    """Pointer `first` or `second`, where matrices begin: aligned, or Triton loads weights for AMD word by word."""
+    chosen = tl.where(condition, first.to(tl.int64), second.to(tl.int64)).to(first.dtype)
+    return tl.multiple_of(chosen, 16)
 
 
 @triton.jit
-def load_tile(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+def load_tile(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Words of one tile, of which lines [width / LINE] are LINES_AXIS and rows the other axis before [LINE].
 
     A warp has rows of its own: a row's sum needs few shuffles and no shared memory. `base` is the layer's
@@ -104,7 +98,7 @@ def load_tile(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.con
         offset = r[:, None, None] * WORDS + c[None, :, None] * WIDE + k[None, None, :]
     else:
         offset = r[None, :, None] * WORDS + c[:, None, None] * WIDE + k[None, None, :]
-    at = BEGINS[0] + unit * BEGINS[1] + block * SIZE
+    at = BEGINS[0] + unit * BEGINS[1] + p.block * SIZE
     ptr = pin_address(base + at, S)
     if T.is_narrow:
         return with_scales(load_once(ptr + offset, S), ptr, S, T, K, LINES_AXIS)
@@ -113,61 +107,46 @@ def load_tile(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.con
 
 
 @triton.jit
-def load_after(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
+def load_after(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
     """The tile that is TILE in the stage's order if `unit` is taken for the first one."""
     PLACE: tl.constexpr = place(S.stages[STAGE], TILE)
-    return load_tile(base, unit + PLACE[0], block, S, STAGE, PLACE[1])
+    return load_tile(base, unit + PLACE[0], p, S, STAGE, PLACE[1])
 
 
 @triton.jit
 def load_tiles(
-    base,
-    unit,
-    block,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
+    base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
 ):
     """A tuple of such tiles."""
     tiles = ()
     for i in tl.static_range(COUNT):
-        tiles = tiles + (load_after(base, unit, block, S, STAGE, FIRST + i),)
+        tiles = tiles + (load_after(base, unit, p, S, STAGE, FIRST + i),)
     return tiles
 
 
 @triton.jit
-def first_tiles(base, block, S: tl.constexpr, STAGE: tl.constexpr):
+def first_tiles(base, p, S: tl.constexpr, STAGE: tl.constexpr):
     """What is `fetched` where a stage begins."""
-    return load_tiles(base, 0, block, S, STAGE, 0, S.stages[STAGE].ahead)
+    return load_tiles(base, 0, p, S, STAGE, 0, S.stages[STAGE].ahead)
 
 
 @triton.jit
-def head_tiles(fetched, head, block, S: tl.constexpr):
-    """What is `fetched` where lm_head begins: what was asked for as if for qkv_proj, if its tiles are of that form."""
-    if S.head_alike:
-        return fetched
-    else:
-        return first_tiles(head, block, S, 4)
-
-
-@triton.jit
-def fetch(stream, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
+def fetch(stream, p, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
     """Tiles that are asked for behind TILE of STAGE; of qkv_proj, behind down_proj or lm_head, at stream's `behind`."""
-    base, behind, block, _ = stream
+    base, behind, _ = stream
     ASKED: tl.constexpr = asked_by(S, STAGE, TILE)
     if ASKED[3]:
-        return load_tiles(behind, 0, block, S, ASKED[0], ASKED[1], ASKED[2])
+        return load_tiles(behind, 0, p, S, ASKED[0], ASKED[1], ASKED[2])
     else:
-        return load_tiles(base, 0, block, S, ASKED[0], ASKED[1], ASKED[2])
+        return load_tiles(base, 0, p, S, ASKED[0], ASKED[1], ASKED[2])
 
 
 @triton.jit
-def fetch_behind(base, unit, block, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+def fetch_behind(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Tiles that are asked for behind tile K of a unit which many follow."""
     FIRST: tl.constexpr = S.stages[STAGE].asked_before(K, True)
     COUNT: tl.constexpr = S.stages[STAGE].asked_before(K + 1, True) - FIRST
-    return load_tiles(base, unit, block, S, STAGE, FIRST, COUNT)
+    return load_tiles(base, unit, p, S, STAGE, FIRST, COUNT)
 
 
 @triton.jit
@@ -312,15 +291,15 @@ def add_tile(
 def whole(total, rest, S: tl.constexpr, STAGE: tl.constexpr):
     """[tile_rows] of one column's sums."""
     y = tl.sum(total, axis=1)
-    if has_narrow(S, STAGE):
+    if narrow(S, STAGE, S.stages[STAGE].k_tiles - 1):
         y += rest
     return y
 
 
 @triton.jit
-def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
-    """weight @ operands xs for all of the block's rows: the sums of every unit, column by column, and the stream."""
-    base, behind, block, fetched = stream
+def wired(stream, xs, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """weight @ operands xs for all of the block's rows: of every unit [COLUMNS * tile_rows], and the stream."""
+    base, behind, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     AHEAD: tl.constexpr = T.ahead
     UNITS: tl.constexpr = T.units
@@ -333,23 +312,16 @@ def wired(stream, xs, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexp
             for i in range(loop_iterations(S, STAGE, k)):
                 for u in tl.static_range(LOOP_UNITS):
                     sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
-                    tile = load_tile(base, i * LOOP_UNITS + u + AHEAD, block, S, STAGE, k)
+                    tile = load_tile(base, i * LOOP_UNITS + u + AHEAD, p, S, STAGE, k)
                     fetched = fetched[1:] + (tile,)
         for u in tl.static_range(loop_iterations(S, STAGE, k) * LOOP_UNITS, UNITS):
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
-            fetched = fetched[1:] + fetch(stream, S, STAGE, k * UNITS + u)
-    return sums, rests, (base, behind, block, fetched)
-
-
-@triton.jit
-def outputs(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
-    """What `wired` sums to: a tuple of [COLUMNS * tile_rows], one a unit."""
-    UNITS: tl.constexpr = S.stages[STAGE].units
+            fetched = fetched[1:] + fetch(stream, p, S, STAGE, k * UNITS + u)
     ys = ()
     for u in tl.static_range(UNITS):
         y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
         ys = ys + (unscaled(y, S),)
-    return ys
+    return ys, (base, behind, fetched)
 
 
 @triton.jit
@@ -384,25 +356,23 @@ def rowwise(
     xs,
     to,
     out,
+    p,
     S: tl.constexpr,
     STAGE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr,
 ):
-    """weight @ x row tile by row tile, each handed to EPILOGUE(y, to, unit, out, S, T, COLUMNS, STRIDE), where y
-    [COLUMNS * tile_rows] has one column's rows after the other's; the stream.
-
-    `to` is where column 0 goes, STRIDE before the next one.
+    """weight @ x row tile by row tile, each handed to EPILOGUE(y, to, unit, out, S, COLUMNS), where y
+    [COLUMNS * tile_rows] has one column's rows after the other's; the stream. `to` is where column 0 goes.
     """
-    base, behind, block, fetched = stream
+    base, behind, fetched = stream
     T: tl.constexpr = S.stages[STAGE]
     UNITS: tl.constexpr = T.units
     K_TILES: tl.constexpr = T.k_tiles
     # What the stage before could not ask for, whose tiles are as many as it has (lm_head's behind qkv_proj's).
     FIRST: tl.constexpr = T.ahead
     AHEAD: tl.constexpr = T.asked_before(0)
-    fetched = fetched + load_tiles(base, 0, block, S, STAGE, FIRST, AHEAD - FIRST)
+    fetched = fetched + load_tiles(base, 0, p, S, STAGE, FIRST, AHEAD - FIRST)
     sums, rests = no_sums(S, STAGE, COLUMNS)
     if COLUMNS == 1 and T.row_words <= HELD_WORDS:
         held = ()
@@ -416,14 +386,14 @@ def rowwise(
             for k in tl.static_range(K_TILES):
                 x = operands(xs, S, STAGE, k, COLUMNS)
                 sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
-                fetched = fetched[1:] + fetch_behind(base, unit, block, S, STAGE, k)
+                fetched = fetched[1:] + fetch_behind(base, unit, p, S, STAGE, k)
             y = whole_columns(sums, rests, S, STAGE, COLUMNS)
-            EPILOGUE(y, to, unit, out, S, T, COLUMNS, STRIDE)
+            EPILOGUE(y, to, unit, out, S, COLUMNS)
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
             x = operands(xs, S, STAGE, k, COLUMNS)
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
-            fetched = fetched[1:] + fetch(stream, S, STAGE, unit * K_TILES + k)
+            fetched = fetched[1:] + fetch(stream, p, S, STAGE, unit * K_TILES + k)
         y = whole_columns(sums, rests, S, STAGE, COLUMNS)
-        EPILOGUE(y, to, unit, out, S, T, COLUMNS, STRIDE)
-    return base, behind, block, fetched
+        EPILOGUE(y, to, unit, out, S, COLUMNS)
+    return base, behind, fetched

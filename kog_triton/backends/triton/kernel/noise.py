@@ -16,10 +16,8 @@ def random_word(ids, position, sample, seed_low, seed_high):
     zero = ids * 0
     c0, c1 = (ids >> 2).to(tl.uint32), (position + zero).to(tl.uint32)
     c2, c3 = (sample + zero).to(tl.uint32), zero.to(tl.uint32)
-    k0, k1 = (
-        (seed_low + zero).to(tl.uint32, bitcast=True),
-        (seed_high + zero).to(tl.uint32, bitcast=True),
-    )
+    k0 = (seed_low + zero).to(tl.uint32, bitcast=True)
+    k1 = (seed_high + zero).to(tl.uint32, bitcast=True)
     for _ in tl.static_range(10):
         high0, low0 = wide_multiply(c0, 0xD2511F53)
         high2, low2 = wide_multiply(c2, 0xCD9E8D57)

@@ -3,7 +3,11 @@
 Three groups: what a model is, what blocks exchange within a launch, and what slots keep from launch to launch.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
 
 
 class Pointers(NamedTuple):
@@ -25,7 +29,7 @@ class Pointers(NamedTuple):
     wide: Any  # int64: the same memory
     fences: Any  # int32 [blocks, 32]
     error: Any  # int32 [1 + blocks, RECORD]: the waits that expired (words.py)
-    chunk: Any  # float32: a chunk's vectors (partition.py)
+    chunk: Any  # float32: a chunk's vectors (columns.py)
     half_chunk: Any  # the model's 16-bit type; columns that pad a width are zero
     profile: Any  # int64 [layer runs, blocks, 16]: see POINTS of layer, shared_step
     # ---- slots ----
@@ -37,9 +41,20 @@ class Pointers(NamedTuple):
     bias: Any  # float32 [slots, vocab]: what is added to a logit; -inf where an id is not allowed
     bans: Any  # int32 [slots, vocab]: the last token for which a bad word banned the id
     kv: Any  # [slots, layers, lanes, kv_heads, 2, positions, head_dim]
-    logits: (
-        Any  # float32 [columns, vocab]; with ALL_LOGITS a row for every position from the first on
-    )
+    # float32 [columns, vocab]; with ALL_LOGITS a row for every position from the first on
+    logits: Any
     mailbox: Any  # int64 [slots, mailbox_words], mapped
     # ---- scalars ----
     limit: Any  # how long a wait may last, in units of 1,024 ns; in the interpreter its tries
+
+
+# What every function is passed: which block this is, of which lane, which of the lane's blocks, and the pointers. S is
+# beside it: Triton gives no variable a tuple that holds it, and its aggregates hide it from code that is interpreted.
+Given = namedtuple("Given", ("block", "lane", "group_index", *Pointers._fields))
+
+
+@triton.jit
+def given(p, S: tl.constexpr):
+    """The pointers of a launch, and what block this is."""
+    block = tl.program_id(0)
+    return Given(block, block // S.group, block % S.group, *p)

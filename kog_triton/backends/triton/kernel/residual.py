@@ -16,13 +16,12 @@ from kog_triton.backends.triton.kernel.words import (
     in_columns,
     load_polled,
     low,
-    num_plane_runs,
     pack_f32,
+    pack_outputs,
     plane_index,
-    plane_run,
     plane_tiles,
     poll_on,
-    publish_outputs,
+    publish_pairs,
     record_more,
     record_timeout,
     settle,
@@ -50,11 +49,11 @@ def load_embedding(token, p, S: tl.constexpr):
 
 
 @triton.jit
-def load_gains(which, lane, p, S: tl.constexpr):
+def load_gains(which, p, S: tl.constexpr):
     """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
     HALF: tl.constexpr = S.hidden_size // 2
     if S.lane_norms:
-        ptr = p.gains + (which * S.lanes + lane) * S.hidden_size
+        ptr = p.gains + (which * S.lanes + p.lane) * S.hidden_size
     else:
         ptr = p.gains + which * S.hidden_size
     gains = ()
@@ -69,8 +68,8 @@ def load_gains(which, lane, p, S: tl.constexpr):
 @triton.jit
 def squares(x, S: tl.constexpr, RUN: tl.constexpr):
     """Squares of the planes' tensors of one shape, added up in that shape."""
-    FIRST: tl.constexpr = plane_run(S, RUN)[0]
-    COUNT: tl.constexpr = plane_run(S, RUN)[1]
+    FIRST: tl.constexpr = S.stages[0].runs[RUN][0]
+    COUNT: tl.constexpr = S.stages[0].runs[RUN][1]
     square = x[2 * FIRST] * 0.0
     for c in tl.static_range(FIRST, FIRST + COUNT):
         square += x[2 * c] * x[2 * c] + x[2 * c + 1] * x[2 * c + 1]
@@ -90,13 +89,14 @@ def folded(square):
 @triton.jit
 def sum_of_squares(x, S: tl.constexpr):
     """Over the planes; tensors of as many elements as threads and more share one sum over the block."""
+    RUNS: tl.constexpr = len(S.stages[0].runs)
     total = squares(x, S, 0)
-    if num_plane_runs(S) == 1:
+    if RUNS == 1:
         return tl.sum(total)
     else:
         total = folded(total)
         rest = 0.0
-        for run in tl.static_range(1, num_plane_runs(S)):
+        for run in tl.static_range(1, RUNS):
             more = folded(squares(x, S, run))
             if more.numel == total.numel:
                 total += more
@@ -125,27 +125,19 @@ def rounded(x, S: tl.constexpr):
 
 
 @triton.jit
-def add_planes(x, w, S: tl.constexpr):
+def add_planes(x, ws, S: tl.constexpr):
+    """x plus the planes of a vector; or plus its words of two, which are half as many."""
     out = ()
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
-        even = x[2 * c] + tl.where(valid, unpack_f32(w[2 * c]), 0.0)
-        odd = x[2 * c + 1] + tl.where(valid, unpack_f32(w[2 * c + 1]), 0.0)
+        if len(ws) < len(x):
+            even, odd = unpack_outputs(ws[c])
+            even = x[2 * c] + tl.where(valid, even, 0.0)
+            odd = x[2 * c + 1] + tl.where(valid, odd, 0.0)
+        else:
+            even = x[2 * c] + tl.where(valid, unpack_f32(ws[2 * c]), 0.0)
+            odd = x[2 * c + 1] + tl.where(valid, unpack_f32(ws[2 * c + 1]), 0.0)
         out = out + (even, odd)
-    return out
-
-
-@triton.jit
-def add_pairs(x, ws, S: tl.constexpr):
-    """The planes with words of pairs."""
-    out = ()
-    for c in tl.static_range(plane_tiles(S)):
-        valid = plane_index(c, S) < S.hidden_size // 2
-        even, odd = unpack_outputs(ws[c])
-        out = out + (
-            x[2 * c] + tl.where(valid, even, 0.0),
-            x[2 * c + 1] + tl.where(valid, odd, 0.0),
-        )
     return out
 
 
@@ -153,26 +145,14 @@ def add_pairs(x, ws, S: tl.constexpr):
 
 
 @triton.constexpr_function
-def bias_rows(S):
-    """Bias rows of a layer: those of all four stages, of every lane."""
-    return sum(s.rows for s in S.stages[:4]) * S.lanes
-
-
-@triton.constexpr_function
-def bias_before(S, stage):
-    return sum(s.rows for s in S.stages[:stage]) * S.lanes
+def bias_rows(S, stages):
+    """Bias rows of a layer's first stages, of every lane."""
+    return sum(s.rows for s in S.stages[:stages]) * S.lanes
 
 
 @triton.jit
 def bias_at(S: tl.constexpr, layer, STAGE: tl.constexpr):
-    ROWS: tl.constexpr = bias_rows(S)
-    BEFORE: tl.constexpr = bias_before(S, STAGE)
-    return layer * ROWS + BEFORE
-
-
-@triton.constexpr_function
-def has_bias(S, stage):
-    return (S.qkv_bias, S.o_bias, S.mlp_bias, S.mlp_bias)[stage]
+    return layer * bias_rows(S, 4) + bias_rows(S, STAGE)
 
 
 @triton.jit
@@ -183,7 +163,7 @@ def silu(v):
 @triton.jit
 def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """y [.., n] plus the biases of rows `row` [n], those valid, if the stage has any."""
-    if has_bias(S, STAGE):
+    if (S.qkv_bias, S.o_bias, S.mlp_bias, S.mlp_bias)[STAGE]:
         bias = p.biases + bias_at(S, layer, STAGE) + lane * S.stages[STAGE].rows
         y += tl.load(bias + row, mask=valid, other=0.0)
     return y
@@ -193,8 +173,8 @@ def biased(y, row, valid, lane, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.constexpr_function
-def module_input(stage):
-    return "attention" if stage == 1 else "mlp"
+def stage_input(stage):
+    return ("x", "attention", "x", "mlp")[stage]
 
 
 @triton.constexpr_function
@@ -215,21 +195,22 @@ def row_places(S, stage):
 
 
 @triton.jit
-def module_rows(group_index, S: tl.constexpr, STAGE: tl.constexpr):
+def module_rows(p, S: tl.constexpr, STAGE: tl.constexpr):
     """The block's rows as they leave it, even ones first: row, index in the vector's planes, and which there are."""
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     EACH: tl.constexpr = row_places(S, STAGE) // 2
     i = tl.arange(0, 2 * EACH)
     plane, j = i // EACH, i % EACH
-    row = group_index * T.block_rows + 2 * j + plane
-    at = plane * HALF + group_index * (T.block_rows // 2) + j
+    row = p.group_index * T.block_rows + 2 * j + plane
+    at = plane * HALF + p.group_index * (T.block_rows // 2) + j
     return row, at, (2 * j < T.block_rows) & (row < T.rows)
 
 
 @triton.jit
-def pairwise(ys, COUNT: tl.constexpr):
-    """COUNT tensors, each followed by the next one; the last of an odd number with itself."""
+def pairwise(ys):
+    """Tensors, each followed by the next one; the last of an odd number with itself."""
+    COUNT: tl.constexpr = len(ys)
     LENGTH: tl.constexpr = ys[0].numel
     pairs = ()
     for i in tl.static_range((COUNT + 1) // 2):
@@ -238,18 +219,13 @@ def pairwise(ys, COUNT: tl.constexpr):
     return pairs
 
 
-@triton.constexpr_function
-def halved(count, times):
-    return -(-count // 2**times)
-
-
 @triton.jit
 def in_planes(ys, S: tl.constexpr, STAGE: tl.constexpr):
     """What `wired` gives, a tensor a unit, as one in the order of `module_rows`: what follows is done once."""
     UNITS: tl.constexpr = S.stages[STAGE].units
     PLACES: tl.constexpr = row_places(S, STAGE)
-    for level in tl.static_range((UNITS - 1).bit_length()):
-        ys = pairwise(ys, halved(UNITS, level))
+    for _ in tl.static_range((UNITS - 1).bit_length()):
+        ys = pairwise(ys)
     return tl.reshape(tl.trans(tl.reshape(ys[0], (PLACES // 2, 2))), (PLACES,))
 
 
@@ -280,10 +256,10 @@ def ask_reduce(layer, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def ask_delayed(how, it, group_index, p, S: tl.constexpr, STAGE: tl.constexpr):
+def ask_delayed(how, it, p, S: tl.constexpr, STAGE: tl.constexpr):
     """The other lanes' late outputs for the block's rows, asked for before the multiplication they are added to."""
     if S.delay > 0:
-        _, at, valid = module_rows(group_index, S, STAGE)
+        _, at, valid = module_rows(p, S, STAGE)
         late = valid & (how == DELAYED)
         ptr, mask, delayed_phase = delayed_words(it - S.delay, at, late, p, S, STAGE)
         return load_polled(ptr, mask, delayed_phase, S)
@@ -292,36 +268,32 @@ def ask_delayed(how, it, group_index, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def add_delayed(y, words, layer, it, coords, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
+def add_delayed(y, words, layer, it, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """y plus the other lanes' outputs of `delay` layers ago; waits if they were not there when asked for."""
-    _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     LANES: tl.constexpr = triton.next_power_of_2(S.lanes)
-    _, at, valid = module_rows(group_index, S, STAGE)
+    _, at, valid = module_rows(p, S, STAGE)
     ptr, mask, delayed_phase = delayed_words(it - S.delay, at, valid, p, S, STAGE)
     words, bad = poll_on(words, ptr, mask, delayed_phase, alive, p, S)
     if (bad != 0) & (alive != 0):
         base, delayed_phase = delayed_buffer(it - S.delay, p, S, STAGE)
-        first = group_index * (T.block_rows // 2)  # the block's rows in every lane's two planes
+        first = p.group_index * (T.block_rows // 2)  # the block's rows in every lane's two planes
         count = tl.minimum(T.block_rows // 2, HALF - first)
         REASON: tl.constexpr = module_wait(STAGE, "delayed")
         record_timeout(base, 0, delayed_phase, REASON, layer, p)
         record_more(base + first, count, HALF, 2 * S.lanes, p)
-    others = mask & (tl.arange(0, LANES) != lane)[:, None]
+    others = mask & (tl.arange(0, LANES) != p.lane)[:, None]
     y += tl.sum(tl.where(others, unpack_f32(settle(words)), 0.0), axis=0)
     return y, tl.where(bad != 0, 0, alive)
 
 
 @triton.jit
-def publish_rows(
-    ys, layer, coords, phase, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr
-):
+def publish_rows(ys, layer, phase, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
     """Send every column's rows where there are no other lanes: ys [COLUMNS * tile_rows], one a unit.
 
     One store a unit: putting them together first costs registers (Qwen3-8B, sm_90: 344 bytes of stack, not 56).
     """
-    _, lane, group_index = coords
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     UNITS: tl.constexpr = T.units
@@ -329,11 +301,11 @@ def publish_rows(
     i, column = in_columns(ROWS, COLUMNS)
     to = p.words + S.region(module_output(STAGE))
     for u in tl.static_range(UNITS):
-        first = group_index * T.block_rows + u * ROWS
+        first = p.group_index * T.block_rows + u * ROWS
         row = first + i
-        y = biased(ys[u], row, row < T.rows, lane, layer, p, S, STAGE)
+        y = biased(ys[u], row, row < T.rows, p.lane, layer, p, S, STAGE)
         if S.outputs_in_pairs:
-            publish_outputs(to, first, y, T.rows, phase, S, ROWS, COLUMNS, S.total_words)
+            publish_pairs(to, first, y, T.rows, phase, S, COLUMNS, pack_outputs)
         else:
             at = column * S.total_words + (row & 1) * HALF + (row >> 1)
             store_shared(to + at, pack_f32(y, phase), row < T.rows)
@@ -341,37 +313,36 @@ def publish_rows(
 
 @triton.jit
 def publish_module(
-    ys, delayed, how, layer, it, coords, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr
+    ys, delayed, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr
 ):
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
-    _, lane, group_index = coords
     to = p.words + S.region(module_output(STAGE))
     if S.lanes > 1:
-        row, at, valid = module_rows(group_index, S, STAGE)
-        y = biased(in_planes(ys, S, STAGE), row, valid, lane, layer, p, S, STAGE)
+        row, at, valid = module_rows(p, S, STAGE)
+        y = biased(in_planes(ys, S, STAGE), row, valid, p.lane, layer, p, S, STAGE)
         raw = y
         if S.delay > 0:
             if how == DELAYED:
-                y, alive = add_delayed(y, delayed, layer, it, coords, alive, p, S, STAGE)
+                y, alive = add_delayed(y, delayed, layer, it, alive, p, S, STAGE)
         if how == OWN:
             y *= tl.sqrt(S.lanes * 1.0)
-        store_shared(to + lane * S.hidden_size + at, pack_f32(y, phase), valid)
+        store_shared(to + p.lane * S.hidden_size + at, pack_f32(y, phase), valid)
         if S.delay > 0:  # for other lanes; mostly nobody waits for it, so it comes second
             sent, delayed_phase = delayed_buffer(it, p, S, STAGE)
-            store_shared(sent + lane * S.hidden_size + at, pack_f32(raw, delayed_phase), valid)
+            store_shared(sent + p.lane * S.hidden_size + at, pack_f32(raw, delayed_phase), valid)
     else:
-        publish_rows(ys, layer, coords, phase, p, S, STAGE, 1)
+        publish_rows(ys, layer, phase, p, S, STAGE, 1)
     return alive
 
 
 @triton.jit
-def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
+def join(x, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """x plus the module's output, gathered from all blocks of the lane (of all lanes if reduced NOW)."""
     OUTPUT: tl.constexpr = module_output(STAGE)
     REASON: tl.constexpr = module_wait(STAGE, OUTPUT)
     base = p.words + S.region(OUTPUT)
     if S.lanes > 1:
-        first, last = tl.where(how == NOW, 0, lane), tl.where(how == NOW, S.lanes, lane + 1)
+        first, last = tl.where(how == NOW, 0, p.lane), tl.where(how == NOW, S.lanes, p.lane + 1)
         if S.delay > 0:
             # Lanes drift apart: one that needs nobody's output would rewrite its own before all have it.
             sent, delayed_phase = delayed_buffer(it, p, S, STAGE)
@@ -382,10 +353,9 @@ def join(x, how, layer, it, lane, phase, alive, p, S: tl.constexpr, STAGE: tl.co
             x = add_planes(x, w, S)
     elif S.outputs_in_pairs:
         T: tl.constexpr = S.stages[0]
-        COUNT: tl.constexpr = S.hidden_size // 2
-        ws, alive = wait_pair_words(base, COUNT, phase, alive, REASON, layer, p, S, T)
-        x = add_pairs(x, ws, S)
+        ws, alive = wait_pair_words(base, phase, alive, REASON, layer, p, S, T)
+        x = add_planes(x, ws, S)
     else:
-        w, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
-        x = add_planes(x, w, S)
+        ws, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
+        x = add_planes(x, ws, S)
     return x, alive

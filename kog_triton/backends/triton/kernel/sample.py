@@ -18,14 +18,10 @@ from kog_triton.backends.triton.kernel.slots import (
     VOID_ID,
     field,
 )
+from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import POLLED, wait_tagged
 
 GREEDY: tl.constexpr = tl.constexpr(int(Flag.GREEDY))
-
-
-@triton.jit
-def is_void(logit):
-    return (logit != logit) | (logit == float("inf"))
 
 
 @triton.jit
@@ -55,37 +51,24 @@ def best_of(key, left, ids, void):
 
 
 @triton.jit
-def publish_candidate(best, best_id, control, epoch, alive, block, p, S: tl.constexpr):
-    """Key high, key low, id and the host's word, each with its epoch above it; a block that gave up says so."""
+def argmax(best, best_id, control, epoch, alive, p, S: tl.constexpr):
+    """The token of all blocks' best candidate (or why there is none), the host's word, and alive.
+
+    A candidate is key high, key low, id and the host's word, each below its epoch; a block that gave up says so.
+    """
     best_id = tl.where(alive == 0, EXPIRED_ID, best_id)
     bits = tl.where(alive == 0, float("inf"), best).to(tl.int64, bitcast=True)
-    at = candidates(epoch, p, S) + block
-    tag = epoch.to(tl.int64) << 32
-    store_word(at, tag | ((bits >> 32) & 0xFFFFFFFF))
-    store_word(at + S.num_blocks, tag | (bits & 0xFFFFFFFF))
-    store_word(at + 2 * S.num_blocks, tag | (best_id.to(tl.int64) & 0xFFFFFFFF))
-    store_word(at + 3 * S.num_blocks, tag | control.to(tl.int64))
-
-
-@triton.jit
-def candidates(epoch, p, S: tl.constexpr):
-    """One of two buffers: who publishes pass n + 1 may be ahead of who still reads pass n, but of nobody by two."""
-    return p.wide + S.region("argmax") // 2 + (epoch & 1) * (4 * S.num_blocks)
-
-
-@triton.jit
-def store_word(ptr, value):
-    tl.store(ptr, value, cache_modifier=".wt")
-
-
-@triton.jit
-def argmax(epoch, alive, p, S: tl.constexpr):
-    """The token of the best candidate (or why there is none), the host's word, and alive."""
+    # One of two buffers: who publishes pass n + 1 may be ahead of who still reads pass n, but of nobody by two.
+    candidates = p.wide + S.region("argmax") // 2 + (epoch & 1) * (4 * S.num_blocks)
+    own, tag = candidates + p.block, epoch.to(tl.int64) << 32
+    store_shared(own, tag | ((bits >> 32) & 0xFFFFFFFF))
+    store_shared(own + S.num_blocks, tag | (bits & 0xFFFFFFFF))
+    store_shared(own + 2 * S.num_blocks, tag | (best_id.to(tl.int64) & 0xFFFFFFFF))
+    store_shared(own + 3 * S.num_blocks, tag | control.to(tl.int64))
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 4)
     j = tl.arange(0, 4)[:, None] * S.num_blocks + tl.arange(0, NB)[None, :]
     mask = (tl.arange(0, NB) < S.num_blocks)[None, :] & (tl.arange(0, 4) >= 0)[:, None]
-    ptr = candidates(epoch, p, S) + j
-    w, alive = wait_tagged(ptr, mask, epoch, alive, "sample argmax", p, S)
+    w, alive = wait_tagged(candidates + j, mask, epoch, alive, "sample argmax", p, S)
     part = tl.arange(0, 4)[:, None]
     high = tl.sum(tl.where(part == 0, w, 0), axis=0)
     low = tl.sum(tl.where(part == 1, w, 0), axis=0)

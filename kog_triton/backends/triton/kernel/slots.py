@@ -17,7 +17,7 @@ import triton.language as tl
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.request_words import OFFSETS, Flag, capacity
 from kog_triton.backends.token_words import OUTCOME_SHIFT, Outcome
-from kog_triton.backends.triton.kernel.sync import clock, load_host, stamps_tokens
+from kog_triton.backends.triton.kernel.sync import clock, load_shared, stamps_tokens, store_shared
 
 STOP: tl.constexpr = tl.constexpr(int(Outcome.STOP))
 LENGTH: tl.constexpr = tl.constexpr(int(Outcome.LENGTH))
@@ -52,15 +52,8 @@ def mailbox_offsets(tiles: Any) -> dict[str, int]:
     mask = stamps + tiles.max_context
     records = mask + -(-tiles.vocab_size // 32)
     end = records + tiles.max_context * RECORD_WORDS
-    return {
-        "host": HOST,
-        "beat": BEAT,
-        "tokens": TOKENS,
-        "stamps": stamps,
-        "mask": mask,
-        "records": records,
-        "end": end,
-    }
+    parts = {"host": HOST, "beat": BEAT, "tokens": TOKENS, "stamps": stamps, "mask": mask}
+    return parts | {"records": records, "end": end}
 
 
 @triton.constexpr_function
@@ -83,8 +76,8 @@ def request_of(slot, p, S: tl.constexpr):
 
 
 @triton.jit
-def state_of(slot, block, p, S: tl.constexpr):
-    return p.states + (slot * S.num_blocks + block) * STATE_WORDS
+def state_of(slot, p, S: tl.constexpr):
+    return p.states + (slot * S.num_blocks + p.block) * STATE_WORDS
 
 
 @triton.jit
@@ -96,19 +89,19 @@ def mail_of(slot, p, name: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def ask_host(block, p, S: tl.constexpr):
+def ask_host(p, S: tl.constexpr):
     """The host's word, in block 0; the others hear of it with the candidates, so all act at one token."""
-    control = block * 0
-    if block == 0:
-        control = load_host(mail_of(control, p, "host", S), S).to(tl.int32)
+    control = p.block * 0
+    if p.block == 0:
+        control = load_shared(mail_of(control, p, "host", S), S).to(tl.int32)
     return control
 
 
 @triton.jit
-def beat(count, block, p, S: tl.constexpr):
+def beat(count, p, S: tl.constexpr):
     """The heartbeat, to the host: passes that the launch has ended; below zero, steps of prompts in chunks."""
-    if block == 0:
-        tl.store(mail_of(block * 0, p, "beat", S), count.to(tl.int64), cache_modifier=".wt")
+    if p.block == 0:
+        store_shared(mail_of(p.block * 0, p, "beat", S), count.to(tl.int64))
 
 
 @triton.jit
@@ -125,9 +118,9 @@ def is_stop(token, request):
 
 
 @triton.jit
-def advance(token, alive, slot, block, p, S: tl.constexpr):
+def advance(token, alive, slot, p, S: tl.constexpr):
     """Write down a pass of the slot that chose `token`, if its position chooses one: the request's outcome."""
-    request, own = request_of(slot, p, S), state_of(slot, block, p, S)
+    request, own = request_of(slot, p, S), state_of(slot, p, S)
     position = tl.load(own + POSITION) + 1
     made = tl.load(own + MADE)
     flags = tl.load(request + field("flags"))
@@ -143,14 +136,13 @@ def advance(token, alive, slot, block, p, S: tl.constexpr):
             outcome = token * 0 + STOP
         outcome = tl.where(token == VOID_ID, VOID, outcome)
         outcome = tl.where(token == NONE_ALLOWED_ID, NONE_ALLOWED, outcome)
-        if block == 0:
+        if p.block == 0:
             high = ((outcome << SHIFT) | made).to(tl.int64)
             word = (high << 32) | (token.to(tl.int64) & 0xFFFFFFFF)
             if (token != EXPIRED_ID) & (alive != 0):
                 if stamps_tokens(S):
-                    at = mail_of(slot, p, "stamps", S) + made - 1
-                    tl.store(at, clock(S), cache_modifier=".wt")
-                tl.store(mail_of(slot, p, "tokens", S) + made - 1, word, cache_modifier=".wt")
+                    store_shared(mail_of(slot, p, "stamps", S) + made - 1, clock(S))
+                store_shared(mail_of(slot, p, "tokens", S) + made - 1, word)
         if (flags & EDITED) != 0:
             tl.store(known + position, token)  # for bad words; every block writes what it reads
         next_token = token
@@ -166,14 +158,14 @@ def advance(token, alive, slot, block, p, S: tl.constexpr):
 
 
 @triton.jit
-def next_slot(entry, count, block, p, S: tl.constexpr):
+def next_slot(entry, count, p, S: tl.constexpr):
     """The next entry of `slot_order`, round robin, whose slot still runs; -1 if there is none."""
     found = entry * 0 - 1
     steps = entry * 0
     while (steps < count) & (found < 0):
         entry = tl.where(entry + 1 < count, entry + 1, 0)
         slot = tl.load(p.slot_order + 1 + entry)
-        running = tl.load(state_of(slot, block, p, S) + OUTCOME) == 0
+        running = tl.load(state_of(slot, p, S) + OUTCOME) == 0
         found = tl.where(running, entry, -1)
         steps += 1
     return found

@@ -20,21 +20,12 @@ def is_rdna():
 
 
 @triton.jit
-def load_shared(ptr, mask, other, S: tl.constexpr):
-    """Words another block may be writing. Triton drops `volatile` on gfx942 and honors .cv instead."""
+def load_shared(ptr, S: tl.constexpr, mask=None, other=None):
+    """Words another block, or the host, may be writing. Triton drops `volatile` on gfx942 and honors .cv instead."""
     if S.vendor == "nvidia":
         return tl.load(ptr, mask=mask, other=other, volatile=True)
     else:
         return tl.load(ptr, mask=mask, other=other, cache_modifier=".cv")
-
-
-@triton.jit
-def load_host(ptr, S: tl.constexpr):
-    """One word that the host may be writing."""
-    if S.vendor == "nvidia":
-        return tl.load(ptr, volatile=True)
-    else:
-        return tl.load(ptr, cache_modifier=".cv")
 
 
 @triton.jit
@@ -56,8 +47,17 @@ def load_once(ptr, S: tl.constexpr):
 
 
 @triton.jit
-def store_shared(ptr, value, mask):
+def store_shared(ptr, value, mask=None):
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
+def assembly(TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, args, WIDE: tl.constexpr = False):
+    """int32, or int64: what instructions of the vendor's make of `args`. None is left out, or goes before another."""
+    if WIDE:
+        return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.int64, False, 1)
+    else:
+        return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.int32, False, 1)
 
 
 @triton.jit
@@ -65,16 +65,9 @@ def meet(S: tl.constexpr):
     """All threads of the block are here, and see what any of them stored."""
     if S.vendor == "amd":
         # s_barrier does not wait for other waves' stores on gfx942: each wave drains its own, which gfx11 counts apart.
-        if is_rdna():
-            tl.inline_asm_elementwise(
-                "s_waitcnt vmcnt(0)\ns_waitcnt_vscnt null, 0x0\nv_mov_b32 $0, $1",
-                "=v,v", [tl.arange(0, 1)], tl.int32, False, 1,
-            )  # fmt: skip
-        else:
-            tl.inline_asm_elementwise(
-                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1",
-                "=v,v", [tl.arange(0, 1)], tl.int32, False, 1,
-            )  # fmt: skip
+        STORES: tl.constexpr = "\ns_waitcnt_vscnt null, 0x0" if is_rdna() else ""
+        WAIT: tl.constexpr = "s_waitcnt vmcnt(0)" + STORES + "\nv_mov_b32 $0, $1"
+        assembly(WAIT, "=v,v", (tl.arange(0, 1),))
     tl.debug_barrier()
 
 
@@ -94,18 +87,14 @@ def any_set(xs, S: tl.constexpr):
     """
     COUNT: tl.constexpr = len(xs)
     if S.vendor == "nvidia":
-        tl.inline_asm_elementwise(
-            "{\n.reg .b32 any;\n.reg .pred here, found;\nmov.b32 any, 0;\nmov.b32 $0, 0;",
-            "=r", [], tl.int32, False, 1,
-        )  # fmt: skip
+        BEGIN: tl.constexpr = (
+            "{\n.reg .b32 any;\n.reg .pred here, found;\nmov.b32 any, 0;\nmov.b32 $0, 0;"
+        )
+        REDUCE: tl.constexpr = "bar.red.or.pred found, 0, here;\nselp.b32 $0, 1, 0, found;\n}"
+        assembly(BEGIN, "=r", ())
         for i in tl.static_range(COUNT):
-            tl.inline_asm_elementwise(
-                "or.b32 any, any, $1;\nmov.b32 $0, 0;", "=r,r", [xs[i]], tl.int32, False, 1
-            )
-        return tl.inline_asm_elementwise(
-            "setp.ne.s32 here, any, 0;\nbar.red.or.pred found, 0, here;\nselp.b32 $0, 1, 0, found;\n}",
-            "=r", [], tl.int32, False, 1,
-        )  # fmt: skip
+            assembly("or.b32 any, any, $1;\nmov.b32 $0, 0;", "=r,r", (xs[i],))
+        return assembly("setp.ne.s32 here, any, 0;\n" + REDUCE, "=r", ())
     else:
         found = tl.max(xs[0])
         for i in tl.static_range(1, COUNT):
@@ -117,9 +106,9 @@ def any_set(xs, S: tl.constexpr):
 def pin(x, S: tl.constexpr):
     """int32 x, computed once and in the layout it has: what follows may convert it, not compute it again in another."""
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+        return assembly("mov.b32 $0, $1;", "=r,r", (x,))
     elif S.vendor == "amd":
-        return tl.inline_asm_elementwise("v_mov_b32 $0, $1", "=v,v", [x], tl.int32, False, 1)
+        return assembly("v_mov_b32 $0, $1", "=v,v", (x,))
     else:
         return x
 
@@ -147,9 +136,7 @@ def uniform(value, S: tl.constexpr):
     """
     if S.vendor == "amd":
         # A wait state behind whatever gave the value, which LLVM does not put around assembly (gfx942).
-        return tl.inline_asm_elementwise(
-            "s_nop 0\nv_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, False, 1
-        )
+        return assembly("s_nop 0\nv_readfirstlane_b32 $0, $1", "=s,v", (value,))
     else:
         return value
 
@@ -158,9 +145,7 @@ def uniform(value, S: tl.constexpr):
 def pin_address(ptr, S: tl.constexpr):
     """The pointer, computed here: addresses that compilers compute long before would each keep registers."""
     if S.vendor == "nvidia":
-        at = tl.inline_asm_elementwise(
-            "mov.b64 $0, $1;", "=l,l", [ptr.to(tl.int64)], tl.int64, False, 1
-        )
+        at = assembly("mov.b64 $0, $1;", "=l,l", (ptr.to(tl.int64),), WIDE=True)
         return tl.multiple_of(at.to(ptr.dtype), 16)
     else:
         return ptr
@@ -183,9 +168,7 @@ def order(word, S: tl.constexpr):
     """As `fence`, without a way to memory and back where a vendor has an instruction for it."""
     if S.vendor == "nvidia":
         meet(S)
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [tl.arange(0, 1)], tl.int32, False, 1
-        )
+        assembly("fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", (tl.arange(0, 1),))
         tl.debug_barrier()
     else:
         fence(word, S)
@@ -223,27 +206,11 @@ def clock(S: tl.constexpr):
     100 MHz is assumed, which bounds waits well enough and is no measurement of time.
     """
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
-    elif S.vendor == "amd" and is_rdna():
-        return 10 * tl.inline_asm_elementwise(
-            "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)\ns_waitcnt lgkmcnt(0)",
-            "=s",
-            [],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
+        return assembly("mov.u64 $0, %globaltimer;", "=l", (), WIDE=True)
     elif S.vendor == "amd":
-        return 10 * tl.inline_asm_elementwise(
-            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
-            "=s",
-            [],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
+        RDNA: tl.constexpr = "s_sendmsg_rtn_b64 $0, sendmsg(MSG_RTN_GET_REALTIME)"
+        READ: tl.constexpr = RDNA if is_rdna() else "s_memrealtime $0"
+        return 10 * assembly(READ + "\ns_waitcnt lgkmcnt(0)", "=s", (), WIDE=True)
     else:
         return tl.zeros((), tl.int64)
 

@@ -69,18 +69,6 @@ def plane_tiles(S):
     return S.stages[0].k_tiles
 
 
-@triton.constexpr_function
-def num_plane_runs(S):
-    """Shapes that those tensors have."""
-    return len(S.stages[0].runs)
-
-
-@triton.constexpr_function
-def plane_run(S, run):
-    """Tensors of one of these shapes: the first, and how many."""
-    return S.stages[0].runs[run]
-
-
 @triton.jit
 def plane_index(c: tl.constexpr, S: tl.constexpr):
     """`index` of the words in tensor `c` of a plane of the residual stream."""
@@ -215,7 +203,7 @@ def pack_f16(first, second, phase):
 
 
 @triton.jit
-def pack_outputs(first, second, phase):
+def pack_outputs(first, second, phase, S: tl.constexpr):
     """Two values of a module's output as a word: float16 of OUTPUT_SCALE times them (schedule/wire.py says why)."""
     return pack_f16(first * OUTPUT_SCALE, second * OUTPUT_SCALE, phase)
 
@@ -240,6 +228,13 @@ def unpack_f32(w):
     return (w & -2).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def nth(values, i):
+    """Of a tensor with one dimension."""
+    at = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where(at == i, values, 0), axis=0)
+
+
 # ---- polls ----
 #
 # A poll takes tuples: pointers, masks, and gives words. Triton may repeat a load of fewer elements than threads in a
@@ -252,10 +247,10 @@ def load_polled(ptr, mask, wanted, S: tl.constexpr):
     """Words at `ptr` [m, n] that a poll tests, in copies [copies, m, n] if they are few; none misses a masked one."""
     other = wanted if ptr.dtype.element_ty == tl.int32 else wanted << 32
     if ptr.numel >= POLLED:
-        return load_shared(ptr, mask, other, S)
+        return load_shared(ptr, S, mask, other)
     else:
         copy = tl.zeros((POLLED // ptr.numel, 1, 1), tl.int32)
-        return load_shared(ptr[None, :, :] + copy, mask[None, :, :] & (copy == 0), other, S)
+        return load_shared(ptr[None, :, :] + copy, S, mask[None, :, :] & (copy == 0), other)
 
 
 @triton.jit
@@ -314,10 +309,7 @@ def poll_state(lacking, since, tries, limit, S: tl.constexpr):
         state = any_set(lacking, S)
         if (state != 0) & ((tries % CLOCK_EVERY == 0) | (limit == 0)):
             late = expired(since, tries, limit, S)
-            overdue = ()
-            for i in tl.static_range(COUNT):
-                overdue = overdue + (lacking[i] * late,)
-            state += any_set(overdue, S)
+            state += any_set([wanted * late for wanted in lacking], S)
     else:  # in one maximum
         late = expired(since, tries, limit, S)
         state = tl.max(lacking[0] * (1 + late))
@@ -336,24 +328,15 @@ def poll(ptrs, masks, wanted, alive, p, S: tl.constexpr):
             ws = ws + (load_polled(ptrs[i], masks[i], 0, S),)
         return ws, alive * 0
     else:
-        return poll_until(ptrs, masks, wanted, alive, p, S)
-
-
-@triton.jit
-def poll_until(ptrs, masks, wanted, alive, p, S: tl.constexpr):
-    """`poll` of words that carry what is wanted."""
-    COUNT: tl.constexpr = len(ptrs)
-    ws = ()
-    for i in tl.static_range(COUNT):
-        ws = ws + (blank(ptrs[i]),)
-    since, tries, state = ticks(S), alive * 0, alive * 0 + 1
-    while state == 1:
-        ws = ()
-        for i in tl.static_range(COUNT):
-            ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
-        tries += 1
-        state = poll_state(missing(ws, wanted), since, tries, p.limit * alive, S)
-    return ws, state
+        ws = [blank(ptr) for ptr in ptrs]
+        since, tries, state = ticks(S), alive * 0, alive * 0 + 1
+        while state == 1:
+            ws = ()
+            for i in tl.static_range(COUNT):
+                ws = ws + (load_polled(ptrs[i], masks[i], wanted, S),)
+            tries += 1
+            state = poll_state(missing(ws, wanted), since, tries, p.limit * alive, S)
+        return ws, state
 
 
 @triton.jit
@@ -409,39 +392,34 @@ def wait_planes(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.conste
         ptrs = ptrs + (base + j, base + HALF + j)
         masks = masks + (j < HALF, j < HALF)
     ws, alive = wait_all(ptrs, masks, base, 2 * HALF, phase, alive, reason, layer, p, S)
-    out = ()
-    for i in tl.static_range(2 * plane_tiles(S)):
-        out = out + (settle(ws[i]),)
-    return out, alive
+    return [settle(w) for w in ws], alive
 
 
 @triton.jit
 def wait_pair_words(
-    base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
+    base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
 ):
-    """`count` words once all carry `phase`, as stage T's tiles meet them; more are anything."""
+    """Words of a vector that stage T reads once all carry `phase`, as its tiles meet them; more are anything."""
     K_TILES: tl.constexpr = T.k_tiles
+    COUNT: tl.constexpr = T.cols // 2
     ptrs, masks = (), ()
     for c in tl.static_range(K_TILES):
         j = index_of(T, c)
-        ptrs, masks = ptrs + (base + j,), masks + (j < count,)
-    ws, alive = wait_all(ptrs, masks, base, count, phase, alive, reason, layer, p, S)
-    out = ()
-    for c in tl.static_range(K_TILES):
-        out = out + (settle(ws[c]),)
-    return out, alive
+        ptrs, masks = ptrs + (base + j,), masks + (j < COUNT,)
+    ws, alive = wait_all(ptrs, masks, base, COUNT, phase, alive, reason, layer, p, S)
+    return [settle(w) for w in ws], alive
 
 
 @triton.jit
 def wait_pairs(
-    base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
+    base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
 ):
-    """`count` pair words once all carry `phase`, as operands of stage T's tiles, zeros after the last."""
-    ws, alive = wait_pair_words(base, count, phase, alive, reason, layer, p, S, T)
+    """Such words as operands of the tiles, zeros after the last."""
+    ws, alive = wait_pair_words(base, phase, alive, reason, layer, p, S, T)
     K_TILES: tl.constexpr = T.k_tiles
     xs = ()
     for c in tl.static_range(K_TILES):
-        xs = xs + (tl.where(index_of(T, c) < count, operand_of(ws[c], phase, S), 0),)
+        xs = xs + (tl.where(index_of(T, c) < T.cols // 2, operand_of(ws[c], phase, S), 0),)
     return xs, alive
 
 
@@ -507,46 +485,15 @@ def find_missing(own, first, count, wanted, p, S: tl.constexpr):
 
 
 @triton.jit
-def pairwise_rows(row, value, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Values of rows row .. row + N - 1 (row even) of every column: those of even rows, of odd ones, words' indices in
-    their column, and the column."""
-    first, second = tl.split(tl.reshape(value, (COLUMNS * N // 2, 2)))
-    i, column = in_columns(N // 2, COLUMNS)
-    return first, second, row // 2 + i, column
-
-
-@triton.jit
 def publish_pairs(
-    base,
-    row,
-    value,
-    rows,
-    phase,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr,
+    base, row, value, rows, phase, S: tl.constexpr, COLUMNS: tl.constexpr, PACK: tl.constexpr
 ):
-    """N values of rows row .. row + N - 1 (row even) as pair words, of every column, whose words are STRIDE apart."""
-    first, second, j, column = pairwise_rows(row, value, N, COLUMNS)
-    store_shared(base + column * STRIDE + j, pack_pair(first, second, phase, S), 2 * j < rows)
-
-
-@triton.jit
-def publish_outputs(
-    base,
-    row,
-    value,
-    rows,
-    phase,
-    S: tl.constexpr,
-    N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr,
-):
-    """N outputs of a module, rows row .. row + N - 1 (row even), as words of two; columns are STRIDE words apart."""
-    first, second, j, column = pairwise_rows(row, value, N, COLUMNS)
-    store_shared(base + column * STRIDE + j, pack_outputs(first, second, phase), 2 * j < rows)
+    """Values of rows `row` on (row even), before row `rows`, as words of two that PACK makes, of every column."""
+    PAIRS: tl.constexpr = value.numel // 2
+    first, second = tl.split(tl.reshape(value, (PAIRS, 2)))
+    i, column = in_columns(PAIRS // COLUMNS, COLUMNS)
+    j = row // 2 + i
+    store_shared(base + column * S.total_words + j, PACK(first, second, phase, S), 2 * j < rows)
 
 
 @triton.jit
