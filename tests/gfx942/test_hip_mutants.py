@@ -10,11 +10,13 @@ from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     ARGUED,
     ARGUED_OF,
+    MERGE,
     WALK,
     Record,
     caught,
     explained,
     idle,
+    kept,
     main,
     needed,
     place,
@@ -48,6 +50,8 @@ OTHERS = [
     ("wide", "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers"),
     ("wide", "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers"),
     ("wide", "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers"),
+    ("columns of waves", f"no wait for lgkmcnt in {MERGE}"),
+    ("columns of waves", f"no barrier in {MERGE}"),
     ("many", "no wait for lgkmcnt in find_place > sync_consumers"),
     ("many", "a wait for lgkmcnt but one in find_place > sync_consumers"),
     ("many", "no barrier in find_place > sync_consumers"),
@@ -124,11 +128,14 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 24), mutant.named()
 
 
+MORE_ARGUED = ("laneformer", "columns", "columns of waves")
+
+
 @pytest.mark.parametrize(
-    "case", ["split", "wide", pytest.param("laneformer", marks=pytest.mark.slow)]
+    "case", ["split", "wide", *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_ARGUED)]
 )
 def test_what_is_argued_about_is_there(case):
-    assert set(ARGUED_OF) == {"wide", "laneformer"}
+    assert set(ARGUED_OF) == {"wide", *MORE_ARGUED}
     argued = ARGUED if case == "split" else ARGUED_OF[case]
     assert set(argued) <= {place(case, mutant) for mutant in tried(case)}
 
@@ -138,7 +145,8 @@ def test_a_wait_that_other_ways_need_is_found_there():
     first = next(of_kind("no wait for vmcnt", "head_rows", "multiply"))
     assert explained("split", first).startswith("other ways need it: 0x")
     at_barrier = "no wait for lgkmcnt in find_place > sync_consumers"
-    assert not needed("wide", next(m for m in tried("wide") if place("wide", m) == at_barrier))
+    waits = next(m for m in tried("wide") if place("wide", m) == at_barrier)
+    assert not needed("wide", waits) and kept("wide", waits) == {"find_place"}
 
 
 @pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))

@@ -59,12 +59,15 @@ def faults(code_object: CodeObject, kernel: str, step: Step) -> list[str]:
     return sorted(f"{at:#x} {text_at[at]}: {what}" for at, what in said(code_object, kernel, step))
 
 
-def said(code_object: CodeObject, kernel: str, step: Step) -> set[tuple[int, Any]]:
-    """What is said of a kernel's instructions, each by its offset."""
+def said(
+    code_object: CodeObject, kernel: str, step: Step, begin: int = 0, known: State | None = None
+) -> set[tuple[int, Any]]:
+    """What is said of a kernel's instructions, each by its offset, from that at `begin` on, where so much is known."""
     code, text_at, goes = _read(code_object, kernel)
     begins = {to for k, ways in enumerate(goes) for to in ways if ways != [k + 1]}
-    states: dict[int, State] = {0: {}}
-    todo, found = [0], set[tuple[int, Any]]()
+    first = next(k for k, (at, _, _) in enumerate(code) if at == begin)
+    states: dict[int, State] = {first: known or {}}
+    todo, found = [first], set[tuple[int, Any]]()
     while todo:
         k = todo.pop()
         state, ways = states[k], [k]

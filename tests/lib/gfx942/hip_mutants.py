@@ -37,7 +37,7 @@ from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
-from tests.lib.gfx942.waits import open_at_meetings, touched_early
+from tests.lib.gfx942.waits import kept_by, touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
 
@@ -130,6 +130,29 @@ OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
 ATTENTION = "run_layers_ahead > run_layer > attention > walk_split > walk_span"
 QKV_ROWS = "run_layers_ahead > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
 STORES = "receive > append > each > operator() > store_cache > store_scoped"
+OF_WAVES = "what the waves of a block share is one wave's here (of 'columns of waves' caught)"
+THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
+NO_ROW_OF_CACHE = (
+    "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
+)
+JOIN = "run_layer > attend > attention > join_kv_task"
+MERGE = "run_layer > attend > attention > walk_head > merge_head > sync_consumers"
+OF_COLUMNS = {
+    "no wait for vmcnt in run_layer > down_proj > drain_stores": NO_ROW_OF_CACHE,
+    "a wait for vmcnt but one in run_layer > down_proj > drain_stores": NO_ROW_OF_CACHE,
+    "no wait for lgkmcnt in run_layer > stage_half > stage_half_for > stage_streams > sync_staged > sync_consumers":
+    SUMS_BEHIND,
+    "no wait for lgkmcnt in run_head > head_operands > stage_head > stage_streams > sync_staged > sync_consumers":
+    SUMS_BEHIND,
+    "no wait for lgkmcnt in find_place > sync_consumers": OF_MANY,
+    "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
+    f"no barrier in {JOIN} > sync_consumers": "join_many begins with one, and o_proj's sums lie elsewhere",
+    f"no barrier in {JOIN} > join_many > sync_consumers": "the first: finish_split has one behind the last look at what"
+    " was merged; where a block joins behind a head that it walked alone, in one layer, as requests of unlike lengths"
+    " would have it, this one is needed",
+    "no barrier in run_head > sync_consumers": THREE,
+    "no barrier in run_head > choose > sync_consumers": THREE,
+}  # fmt: skip
 # Survivors of other cases that are none of "split"'s.
 ARGUED_OF = {
     "wide": {
@@ -162,6 +185,19 @@ ARGUED_OF = {
         "no barrier in run_head > choose > edit_logits > sync_consumers": OF_WIDE,
         "no barrier in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
         "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
+    },
+    "columns": OF_COLUMNS | {
+        f"no barrier in {MERGE}": OF_WAVES,
+        f"no wait for lgkmcnt in {MERGE}": OF_WAVES,
+        f"a wait for lgkmcnt but one in {MERGE}": OF_WAVES,
+        "no barrier in run_head > choose > edit_logits > count_token > sync_consumers": OF_WAVES,
+        "no barrier in run_head > choose > edit_logits > sync_consumers": OF_WAVES,
+        "no barrier in run_head > choose > publish_best > sum_over_block > sync_consumers": OF_WAVES,
+        "no barrier in run_layer > attend > qkv_proj > qkv_rows > normed_rows > run_rows > run_batch > sync_consumers":
+        OF_WAVES,
+    },
+    "columns of waves": OF_COLUMNS | {
+        "no barrier in run_head > head_rows > run_rows > run_batch > sync_consumers": THREE,
     },
 }  # fmt: skip
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
@@ -290,8 +326,8 @@ def idle(case: str, mutant: Mutant) -> bool:
     return beyond <= int("but one" in mutant.what)
 
 
-def _patched(case: str, mutant: Mutant) -> CodeObject:
-    """The object with a mutant's waits."""
+def needed(case: str, mutant: Mutant) -> list[str]:
+    """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
     kernel, change = walk(case).kernel, mutant.kernel.records
     made, code = kernel.code_object, kernel.code_object.code(kernel.name)[1]
     patched = bytearray(code)
@@ -299,28 +335,18 @@ def _patched(case: str, mutant: Mutant) -> CodeObject:
         at = int(change["at"][k])
         patched[at : at + 2] = int(change["offset"][k]).to_bytes(2, "little")
     assert made.blob.count(code) == 1
-    return CodeObject(made.blob.replace(code, bytes(patched)))
+    return touched_early(CodeObject(made.blob.replace(code, bytes(patched))), kernel.name)
 
 
-def needed(case: str, mutant: Mutant) -> list[str]:
-    """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
-    return touched_early(_patched(case, mutant), walk(case).kernel.name)
-
-
-@cache
-def _open_as_it_is(case: str) -> set[tuple[int, int]]:
-    kernel = walk(case).kernel
-    return open_at_meetings(kernel.code_object, kernel.name)
-
-
-def newly_open(case: str, mutant: Mutant) -> set[str]:
-    """The places of what such a mutant has in flight where waves meet, on any way, and the kernel as it is has not; but
-    for what only its own wave looks at."""
-    kernel = walk(case).kernel
-    more = open_at_meetings(_patched(case, mutant), kernel.name) - _open_as_it_is(case)
+def kept(case: str, mutant: Mutant) -> set[str]:
+    """The places of what such a mutant leaves unfinished where waves meet, on any way; but for what only its own wave
+    looks at."""
+    kernel, change = walk(case).kernel, mutant.kernel.records
+    waits = {int(change["at"][k]): int(change["offset"][k]) for k in mutant.changed}
     index = {int(at): k for k, at in enumerate(kernel.records["at"])}
     places = chains(kernel.code_object, kernel.name)
-    all_of = [[name.partition("<")[0] for name in places[index[op]]] for _, op in more]
+    found = kept_by(kernel.code_object, kernel.name, waits)
+    all_of = [[name.partition("<")[0] for name in places[index[op]]] for op in found]
     return {" > ".join(chain) for chain in all_of if OWN.isdisjoint(chain)}
 
 
@@ -333,7 +359,7 @@ def explained(case: str, mutant: Mutant) -> str:
         return argued
     if ways := needed(case, mutant):
         return f"other ways need it: {ways[0]}"
-    return "" if newly_open(case, mutant) else "no way needs it"
+    return "" if kept(case, mutant) else "no way needs it"
 
 
 def tried(case: str) -> Iterator[Mutant]:

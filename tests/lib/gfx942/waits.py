@@ -16,9 +16,8 @@ HEARS = "(GLOBAL|BUFFER|SCRATCH)_(LOAD|ATOMIC|INV)"
 FILLS = r"LOAD|READ|PERMUTE|SWIZZLE|S_MEM|ATOMIC.* sc0"
 
 
-def _most_left(inst: Any) -> tuple[int, int, int]:
+def _most_left(wait: int) -> tuple[int, int, int]:
     """Of each kind, behind an s_waitcnt; scalar loads come in any order: all are there, or perhaps none."""
-    wait = inst.simm16
     return wait & 15 | wait >> 10 & 48, wait >> 8 & 15, 63 if wait >> 8 & 15 else 0
 
 
@@ -26,7 +25,7 @@ def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State
     """What is in flight behind an instruction, and what it touches of what was: of a register and what is to fill it,
     the fewest of that kind that were issued behind."""
     if name == "S_WAITCNT":
-        most = _most_left(inst)
+        most = _most_left(inst.simm16)
         return {(r, k): n for (r, k), n in state.items() if n < most[k] or most[k] == 63}, set()
     kind = _kind(name)
     first, _, rest = text.partition(" ")[2].partition(",")
@@ -38,30 +37,48 @@ def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State
     return later | {(r, kind): 0 for r in fills if kind is not None}, bad
 
 
-def _step_of_meetings(
-    state: State, at: int, name: str, text: str, inst: Any
-) -> tuple[State, set[int]]:
-    """The same of operations, by their offsets, and which may be in flight where waves meet."""
-    if name == "S_WAITCNT":
-        most = _most_left(inst)
-        return {(op, k): n for (op, k), n in state.items() if n < most[k] or most[k] == 63}, set()
-    tells, hears = re.match(TELLS, name), re.match(HEARS, name)
-    open_here = {op for op, k in state if tells or (hears and k == VECTOR)}
-    kind = _kind(name)
-    if kind is None:
-        return state, open_here
-    return {(op, k): n + (k == kind and n < 63) for (op, k), n in state.items()} | {
-        (at, kind): 0
-    }, open_here
+def _left(state: State, most: tuple[int, int, int]) -> State:
+    return {(op, k): n for (op, k), n in state.items() if n < most[k] or most[k] == 63}
+
+
+def _later(state: State, kind: int | None) -> State:
+    return {(op, k): n + (k == kind and n < 63) for (op, k), n in state.items()}
 
 
 def _kind(name: str) -> int | None:
     return next((k for k, names in enumerate(KINDS) if re.match(names, name)), None)
 
 
-def open_at_meetings(code_object: CodeObject, kernel: str) -> set[tuple[int, int]]:
-    """Offsets of what tells or hears, each with that of an operation which may be in flight there."""
-    return said(code_object, kernel, _step_of_meetings)
+def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> set[int]:
+    """Operations, by their offsets, that waves may find unfinished where they meet, on any way behind these waits, if
+    the waits, by theirs, had other operands."""
+
+    def lost(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[Any]]:
+        if name != "S_WAITCNT":
+            kind = _kind(name)
+            new = {} if kind is None else {(at, kind): 0}
+            return _later(state, kind) | new, set()
+        left = _left(state, _most_left(inst.simm16))
+        gone = {op for op in state if op not in left} if at in changed else set()
+        kept = _left(state, _most_left(changed[at])) if gone else left
+        return left, {(op, state[op]) for op in gone if op in kept}
+
+    def follow(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[int]]:
+        if name == "S_WAITCNT":
+            return _left(state, _most_left(changed.get(at, inst.simm16))), set()
+        tells, hears = re.match(TELLS, name), re.match(HEARS, name)
+        found = {op for op, k in state if tells or (hears and k == VECTOR)}
+        # where it is issued again, that is another one
+        return {op: n for op, n in _later(state, _kind(name)).items() if op[0] != at}, found
+
+    missing: dict[int, State] = {}
+    for at, (op, n) in said(code_object, kernel, lost):
+        missing.setdefault(at, {})[op] = n
+    return {
+        op
+        for at, state in missing.items()
+        for _, op in said(code_object, kernel, follow, at, state)
+    }
 
 
 def touched_early(code_object: CodeObject, kernel: str) -> list[str]:
