@@ -175,6 +175,17 @@ ARGUED_OF = {
         " > over_threads": "the end of a wait is stored, which its own wave alone looks at",
     },
     "laneformer": {
+        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
+        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
+        "no barrier in run_layers_ahead > run_layer > gate_up_proj > gate_up_rows > normed_rows > run_rows"
+        " > sync_consumers": NO_ROWS,
+        "no wait for lgkmcnt in run_head > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+        "no wait for lgkmcnt in run_layers_ahead > qkv_proj > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+        "no wait for lgkmcnt in find_place > sync_consumers": OF_MANY,
+        "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
+        "no wait for lgkmcnt in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
+        "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
+        "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
         "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
         "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
         f"no barrier in {QKV_ROWS}": NO_ROWS,
