@@ -80,7 +80,7 @@ KOG_DEVICE u32 unknown(u32 v) {
   return v;
 }
 // Two sums that are made here: what makes them moves behind no later branch.
-KOG_DEVICE void stay(float& a, float& b) { asm("" : "+v"(a), "+v"(b)); }
+KOG_DEVICE void stay(float a, float b) { asm volatile("" ::"v"(a), "v"(b)); }
 // Nothing moves across: what is loaded early takes registers.
 KOG_DEVICE void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 // Asked again, they are new numbers (Block::begin_stage says why).
@@ -335,6 +335,8 @@ KOG_DEVICE void multiply_add(Matrix& c, uint2 rows, uint2 columns) {
 // Ahead of what reads its sums: seven wait states behind the last product, which the GPU does not wait for. LLVM counts
 // them by one way alone where two meet, and takes the longer one's (docs/HIP.md).
 KOG_DEVICE void settle(Matrix& c) { asm volatile("s_nop 6" : "+v"(c.v)); }
+// The same of dot products, which take three.
+KOG_DEVICE void settle(float& a, float& b) { asm volatile("s_nop 2" : "+v"(a), "+v"(b)); }
 KOG_DEVICE int bit_length(u64 x) { return x == 0 ? 0 : 64 - __builtin_clzll(x); }
 
 using Half2 = _Float16 __attribute__((ext_vector_type(2)));

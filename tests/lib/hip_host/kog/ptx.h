@@ -95,6 +95,8 @@ KOG_EMULATED void multiply_add(Matrix& c, uint2 rows, uint2 columns) {
   }
 }
 inline void settle(Matrix&) {}
+inline void settle(float&, float&) {}
+inline void stay(float, float) {}
 
 }  // namespace kog
 #include <kog/own_waits.h>

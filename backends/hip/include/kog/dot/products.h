@@ -38,7 +38,9 @@ KOG_DEVICE void multiply_fragment(const uint4& w, const Operand<Stage::kWide>& x
 template <class Stage>
 KOG_DEVICE void put_sums(const Block& b, const UnitSums<Stage>& c, float* to) {
   constexpr int kRowThreads = OperandLayout<Stage>::kRowThreads;
-  float sum = c[0] + c[1];
+  float sums[2] = {c[0], c[1]};
+  if constexpr (kF16) settle(sums[0], sums[1]);
+  float sum = sums[0] + sums[1];
 #pragma unroll
   for (int mask = 1; mask < kRowThreads; mask <<= 1) sum += shuffle_xor(sum, mask);
   if (b.in_warp % kRowThreads == 0) to[b.in_warp / kRowThreads] = sum;
