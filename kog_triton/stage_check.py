@@ -47,7 +47,7 @@ def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptio
     begun = time.perf_counter()
     count = check_stages(backend, small_model(spec, options.dtype), where)
     log.warning(
-        "%s: %d stages and what is chosen agree with the reference, in %.1f s",
+        "%s: %d stages and sampling agree with the reference, in %.1f s",
         where,
         count,
         time.perf_counter() - begun,

@@ -1,4 +1,4 @@
-"""A GPU that this project never ran on: every stage and what is chosen is tested when a model is opened, and what is
+"""A GPU that this project never ran on: every stage and sampling are tested when a model is opened, and what is
 wrong is named."""
 
 import re
@@ -174,9 +174,7 @@ def test_a_new_gpu_is_tested_and_stderr_says_so(on, caplog, which):
     assert (backend, small) == (Gpu, small_model(PLAIN, "fp16"))
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said[0] == f"{where}: this project has never run on it: every stage is tested"
-    assert said[1].startswith(
-        f"{where}: 14 stages and what is chosen agree with the reference, in "
-    )
+    assert said[1].startswith(f"{where}: 14 stages and sampling agree with the reference, in ")
     assert where.startswith(describe(SEEN[which]).name) and describe(SEEN[which]).share in where
 
 

@@ -8,6 +8,7 @@ from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.flow import State, faults, registers, said
 
 VECTOR, LDS, SCALAR = range(3)  # vmcnt counts the first, lgkmcnt the others
+ANY = 63  # operations that a wait leaves in flight: no wait
 KINDS = (r"(GLOBAL|BUFFER|SCRATCH)_(LOAD|STORE|ATOMIC|WBL2)", "DS_", r"S_(LOAD|MEM)")
 # Where other waves may find out what has happened by then, and where this one may find out what others have done; of
 # LDS, which takes what a wave asks in order, only the first.
@@ -18,35 +19,35 @@ FILLS = r"LOAD|READ|PERMUTE|SWIZZLE|S_MEM|ATOMIC.* sc0"
 
 def _most_left(wait: int) -> tuple[int, int, int]:
     """Of each kind, behind an s_waitcnt; scalar loads come in any order: all are there, or perhaps none."""
-    return wait & 15 | wait >> 10 & 48, wait >> 8 & 15, 63 if wait >> 8 & 15 else 0
+    return wait & 15 | wait >> 10 & 48, wait >> 8 & 15, ANY if wait >> 8 & 15 else 0
+
+
+def _left(state: State, most: tuple[int, int, int]) -> State:
+    """What may still be in flight behind a wait."""
+    return {(op, k): n for (op, k), n in state.items() if n < most[k] or most[k] == ANY}
+
+
+def _later(state: State, kind: int | None) -> State:
+    """What is in flight, behind one more operation of a kind."""
+    return {(op, k): n + (k == kind and n < ANY) for (op, k), n in state.items()}
+
+
+def _kind(name: str) -> int | None:
+    return next((k for k, names in enumerate(KINDS) if re.match(names, name)), None)
 
 
 def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[str]]:
     """What is in flight behind an instruction, and what it touches of what was: of a register and what is to fill it,
     the fewest of that kind that were issued behind."""
     if name == "S_WAITCNT":
-        most = _most_left(inst.simm16)
-        return {(r, k): n for (r, k), n in state.items() if n < most[k] or most[k] == 63}, set()
+        return _left(state, _most_left(inst.simm16)), set()
     kind = _kind(name)
     first, _, rest = text.partition(" ")[2].partition(",")
     fills = registers(first) if kind is not None and re.search(FILLS, name + text) else set()
     touched = registers(rest if fills and "D16" not in name else f"{first},{rest}")
     touched |= {"vcc"} if re.search("_VCC|DIV_FMAS|src_vcc", name + text) else set()
     bad = {r for r, k in state if r in touched or (r in fills and (k != kind or k == SCALAR))}
-    later = {(r, k): n + (k == kind and n < 63) for (r, k), n in state.items()}
-    return later | {(r, kind): 0 for r in fills if kind is not None}, bad
-
-
-def _left(state: State, most: tuple[int, int, int]) -> State:
-    return {(op, k): n for (op, k), n in state.items() if n < most[k] or most[k] == 63}
-
-
-def _later(state: State, kind: int | None) -> State:
-    return {(op, k): n + (k == kind and n < 63) for (op, k), n in state.items()}
-
-
-def _kind(name: str) -> int | None:
-    return next((k for k, names in enumerate(KINDS) if re.match(names, name)), None)
+    return _later(state, kind) | {(r, kind): 0 for r in fills if kind is not None}, bad
 
 
 def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> set[int]:
