@@ -14,6 +14,7 @@ from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RunError
 from kog_triton.model.families import read_spec
 from tests.lib.bench_models import MODELS, PROMPT, SMALL, judge_of
+from tests.lib.slow import some_always
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVEN = SMALL | {"vocab_size": 98}
@@ -24,7 +25,7 @@ def opened(weights, ranks=2) -> EngineUnderTest:
     return find_peer("torch-ranks")(Setting(weights, CPU, len(PROMPT) + 16, num_gpus=ranks))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some_always(MODELS, "llama", "qwen3"))
 def test_two_processes_are_the_same_model(model):
     weights = RandomWeights(read_spec(EVEN | MODELS[model]))
     engine = opened(weights)

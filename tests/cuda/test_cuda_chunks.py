@@ -54,6 +54,7 @@ from tests.lib.cuda_walk import (
     lower,
 )
 from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
 
 TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
 
@@ -119,10 +120,7 @@ MORE = {
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        *SHAPES.items(),
-        *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE.items()),
-    ],
+    some_always((SHAPES | MORE).items(), *SHAPES),
 )
 def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name, shape):
     """Prompts that end within a chunk, with it, and with its first position; tokens behind them."""
@@ -179,13 +177,7 @@ def test_the_first_token_is_chosen_in_every_way(spec):
 
 @pytest.mark.parametrize(
     "region",
-    [
-        "",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qkv", "attention", "splits", "attention_out", "mlp", "mlp_out")
-        ),
-    ],
+    some_always(["", "qkv", "attention", "splits", "attention_out", "mlp", "mlp_out"], ""),
 )
 def test_stores_that_land_late_change_nothing(spec, monkeypatch, region):
     """A word's writers change from layer to layer: only what they have read of it orders their stores."""

@@ -15,6 +15,7 @@ from tests.lib.cuda_requests import GREEDY, alone, request, tokens_of
 from tests.lib.cuda_threads import ColumnThreadWalk
 from tests.lib.cuda_walk import header
 from tests.lib.ring_walker import spec_of
+from tests.lib.slow import some_always
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 CUT = SamplingParams(temperature=0.9, seed=5, top_k=30, top_p=0.9, logprobs=3)
@@ -52,14 +53,7 @@ def said(walk, slot, count):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "one lane",
-        "lanes",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("lanes side by side", "batch behind batch")
-        ),
-    ],
+    some_always(["one lane", "lanes", "lanes side by side", "batch behind batch"], "lanes"),
 )
 def test_columns_race_for_nothing(name):
     """With single warps held back (seed 1) and without."""

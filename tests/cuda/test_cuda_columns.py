@@ -27,6 +27,7 @@ from tests.lib.cuda_requests import GREEDY, PROMPTS, alone, make, request, run, 
 from tests.lib.cuda_walk import ColumnBackend, compile_walk, header, lower
 from tests.lib.real_shapes import REAL, real_shape
 from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
 
 # ---- layout ----
 
@@ -176,7 +177,7 @@ SHAPES = {
 }
 MORE = {
     "fp16, biases, norms, tied": (f16_spec(**EXTRAS, tied_embeddings=True), 8, 3, {}),
-    "sizes that divide by nothing": (ODD, 8, 3, {}),
+    "sizes that divide by nothing, eight columns": (ODD, 8, 3, {}),
     "windows, joins of many splits by several warps": (
         f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, windows=(3, 0, 11)),
         4,
@@ -184,7 +185,12 @@ MORE = {
         {"split_least": lambda spec: 1, "MERGED_LENGTH": 9},
     ),
     "bf16, all blocks": (spec_of(), 8, 0, {}),
-    "four rows a fragment": (f16_spec(hidden_size=36, intermediate_size=1536), 2, 2, {}),
+    "four rows a fragment, two columns": (
+        f16_spec(hidden_size=36, intermediate_size=1536),
+        2,
+        2,
+        {},
+    ),
     "four rows a fragment of x, once the head's": (
         spec_of(hidden_size=500, num_layers=2, intermediate_size=12, **ONE_HEAD),
         4,
@@ -231,10 +237,15 @@ def test_shapes_have_what_they_are_there_for():
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        *SHAPES.items(),
-        *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE.items()),
-    ],
+    some_always(
+        (SHAPES | MORE).items(),
+        "bf16, biases, norms, tied",
+        "sizes that divide by nothing",
+        "joins of many splits",
+        "four rows a fragment",
+        "tokens as rows",
+        "a K beyond shared memory",
+    ),
 )
 def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, shape):
     spec, columns, blocks, constants = shape

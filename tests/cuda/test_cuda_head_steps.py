@@ -32,6 +32,7 @@ from tests.lib.cuda_requests import (
 from tests.lib.cuda_walk import ColumnBackend, FiberBackend, compile_walk
 from tests.lib.prefill_cases import SPECS as PREFILLED
 from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
 
 TOLD = SamplingParams(temperature=0, logprobs=3)
 MODELS = {
@@ -85,7 +86,9 @@ def alone():
 # ---- one request ----
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", some_always(MODELS, "bf16, windows", "sizes that divide by nothing", "lanes")
+)
 def test_the_first_logits_are_those_of_the_streams(name, monkeypatch):
     """As the head is defined; they, and the prompt's keys and values, are those of the kernel's own prompt."""
     spec = MODELS[name]

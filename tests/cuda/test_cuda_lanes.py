@@ -29,6 +29,7 @@ from tests.lib.cuda_requests import (
 )
 from tests.lib.cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
@@ -257,10 +258,12 @@ MORE = {
 }
 EACH = pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        *SHAPES.items(),
-        *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE.items()),
-    ],
+    some_always(
+        (SHAPES | MORE).items(),
+        "all ways to reduce, the sum",
+        "rows of each lane, windows, joins of many splits",
+        "side by side, sizes that divide by nothing",
+    ),
 )
 
 
@@ -328,13 +331,9 @@ def test_a_request_joins_one_that_runs_and_both_end_as_alone(spec):
 
 @pytest.mark.parametrize(
     "region",
-    [
-        "mlp_out_sent",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("attention_out_sent", "part", "y", "y_flags", "mlp_out")
-        ),
-    ],
+    some_always(
+        ["mlp_out_sent", "attention_out_sent", "part", "y", "y_flags", "mlp_out"], "mlp_out_sent"
+    ),
 )
 def test_stores_that_land_late_change_nothing(spec, region):
     requests = [request(i, PROMPTS[i], 3) for i in range(4)]

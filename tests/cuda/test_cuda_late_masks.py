@@ -18,6 +18,7 @@ from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import PROMPTS, error_of, make, request, run, serve, timeless
 from tests.lib.cuda_walk import ColumnBackend, FiberBackend
+from tests.lib.slow import some_always
 
 PENALIZED = SamplingParams(temperature=0, frequency_penalty=0.6, repetition_penalty=1.1)
 COUNT = 8
@@ -80,7 +81,8 @@ def assert_alone(backend, steps, expected, *slots):
 
 
 @pytest.mark.parametrize(
-    ("others", "kind"), [(None, LateMask), (anything, LateMask), (anything, RunError)]
+    ("others", "kind"),
+    some_always([(None, LateMask), (anything, LateMask), (anything, RunError)], None),
 )
 def test_one_that_takes_too_long_fails_its_request_alone(
     hasty, expected, monkeypatch, others, kind

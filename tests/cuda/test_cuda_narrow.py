@@ -205,12 +205,12 @@ def alone(case):
     [
         ("fp8 blocks", 8),
         ("int4 g128", 8),
-        ("int4 g32, minimums (Q4_1)", 8),
+        pytest.param("int4 g32, minimums (Q4_1)", 8, marks=pytest.mark.slow),
         pytest.param("int4 g32, zero points, head", 8, marks=pytest.mark.slow),
         pytest.param("int4 g32, minimums (Q4_1)", 2, marks=pytest.mark.slow),
         pytest.param("mxfp4", 8, marks=pytest.mark.slow),
         pytest.param("mxfp4", 2, marks=pytest.mark.slow),
-        ("int8 zero points, then int4", 4),
+        pytest.param("int8 zero points, then int4", 4, marks=pytest.mark.slow),
         pytest.param("int8 zero points, then int4", 8, marks=pytest.mark.slow),
         pytest.param("16 bits, then mxfp4", 8, marks=pytest.mark.slow),
         pytest.param("int4, then fp8 blocks", 8, marks=pytest.mark.slow),
@@ -235,7 +235,7 @@ def test_a_request_among_others_has_the_bits_that_it_has_alone(case, count):
 
 
 @pytest.mark.parametrize(
-    ("count", "room"), [(8, 120_000), pytest.param(2, 36_000, marks=pytest.mark.slow)]
+    ("count", "room"), [pytest.param(8, 120_000, marks=pytest.mark.slow), (2, 36_000)]
 )
 def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, monkeypatch):
     """down_proj's last ones find no room: they stay words in memory, and become bytes for each unit."""

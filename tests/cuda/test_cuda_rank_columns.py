@@ -24,12 +24,12 @@ from tests.lib.cuda_rank_columns import (
     alone_on_ranks,
     assert_same,
     left_by,
-    some_always,
 )
 from tests.lib.cuda_ranks import RankWalk
 from tests.lib.cuda_requests import GREEDY, PROMPTS, prompt_of, request
 from tests.lib.lowering_cases import lanes, mixed_lanes
 from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
 
 TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
 TWO = f16_spec(vocab_size=102)
@@ -89,7 +89,7 @@ FOUR = "four ranks, two to a KV head, FFN padded"
 
 @pytest.mark.parametrize(
     "name",
-    some_always([*SHAPES, *LANES], "fp16", FOUR, "eight ranks, a lane each"),
+    some_always([*SHAPES, *LANES], "fp16", "eight ranks, a lane each"),
 )
 def test_columns_on_ranks_compute_what_a_kernel_of_one_token_does(name):
     spec, ranks, columns, blocks, options = (SHAPES | LANES)[name]

@@ -13,12 +13,13 @@ from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightF
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.cuda_rank_columns import RankColumnWalk, alone_on_ranks, assert_same, some_always
+from tests.lib.cuda_rank_columns import RankColumnWalk, alone_on_ranks, assert_same
 from tests.lib.cuda_ranks import RankWalk
 from tests.lib.cuda_requests import PROMPTS, prompt_of, request, run, tokens_of
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.lowering_cases import ArrayWeights, mixed_lanes
 from tests.lib.narrow_stream import NarrowWeights, narrow_spec
+from tests.lib.slow import some_always
 
 LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64,
          "num_layers": 2, "max_context": 64, "vocab_size": 104}  # fmt: skip

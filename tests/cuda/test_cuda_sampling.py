@@ -34,6 +34,7 @@ from tests.lib.cuda_sampling import (
 )
 from tests.lib.cuda_walk import INCLUDE, FiberBackend, Walk, compile_walk, header
 from tests.lib.ring_walker import spec_of
+from tests.lib.slow import some_always
 
 VOCAB = 331
 SMALL = {
@@ -186,7 +187,9 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", some_always(WAYS, "none", "greedy, top_p", "top_p, penalties", "top_k, top_p")
+)
 def test_a_cut_is_looked_for_where_draws_do_not_settle_it(one_layer, name):
     settings, ways = WAYS[name]
     params = (resolved(VOCAB, **settings | {"seed": seed}) for seed in range(40))
@@ -220,7 +223,10 @@ def many_blocks():
     return walk, words, tokens, records
 
 
-@pytest.mark.parametrize("seed, late", [(-1, None), (-2, None), (3, "top_p_check"), (4, "shares")])
+@pytest.mark.parametrize(
+    "seed, late",
+    some_always([(-1, None), (-2, None), (3, "top_p_check"), (4, "shares")], -1, 3),
+)
 def test_many_blocks_say_the_same_out_of_step(many_blocks, seed, late):
     """Winners and sums meet by several warps, of which some lag behind; or words land late."""
     walk, words, tokens, records = many_blocks

@@ -17,6 +17,7 @@ from tests.lib.cuda_planting import plant
 from tests.lib.cuda_threads import ThreadWalk
 from tests.lib.cuda_walk import INCLUDE, Walk
 from tests.lib.ring_walker import spec_of
+from tests.lib.slow import some_always
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 IDS = [5, 17, 60, 31]
@@ -68,7 +69,7 @@ def expected_of(name):
     return Walk(spec, RandomWeights(spec), blocks, **changes)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", some_always(SPECS, "splits", "lanes"))
 def test_concurrent_blocks_race_for_nothing(name):
     """Bit for bit what one thread computes, with single warps held back (seed 1) and without."""
     ours, one_thread = walks(name), expected_of(name)

@@ -29,6 +29,7 @@ from tests.lib.cuda_ranks import RankWalk
 from tests.lib.cuda_walk import HERE, INCLUDE, FiberBackend
 from tests.lib.kccl_runs import FLAGS
 from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
 
 TOKENS = 3
 TWO = f16_spec(vocab_size=100)
@@ -134,9 +135,12 @@ def agreeing(each):
     ]
 
 
-@pytest.fixture(scope="module", params=[(TWO, 2), (FOUR, 4)], ids=["two", "four"])
+MODELS = {"two": (TWO, 2), "four": (FOUR, 4)}
+
+
+@pytest.fixture(scope="module", params=some_always(MODELS, "two"))
 def walk(request):
-    spec, ranks = request.param
+    spec, ranks = MODELS[request.param]
     return StampedWalk(spec, RandomWeights(spec), ranks, num_blocks=2)
 
 

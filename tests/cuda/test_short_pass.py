@@ -24,6 +24,7 @@ from tests.lib import short_pass as host
 from tests.lib.cuda_walk import ROOT
 from tests.lib.machine_code import innermost, instructions, is_local, sass_of_text
 from tests.lib.product_cases import SPECS as PLAIN
+from tests.lib.slow import some_always
 
 SPECS = {
     "plain": PLAIN["two"],
@@ -89,7 +90,7 @@ def reference_of(spec, tokens):
     return backend, seen["x"][0, 0]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", some_always(SPECS, "biases, norms, windows, fp16"))
 def test_streams_are_the_references_and_equal_whoever_shares_the_pass(name):
     spec = SPECS[name]
     made, cache, streams = opened(spec)

@@ -25,6 +25,7 @@ from tests.lib.gfx942.hip_mutants import (
     walk,
 )
 from tests.lib.gfx942.places import chains
+from tests.lib.slow import some_always
 
 # What changed, and two functions that the instruction stands in: the first such mutant is to be caught.
 KINDS = [
@@ -98,7 +99,7 @@ def test_a_barrier_between_warps_that_share_a_blocks_ids_is_missed(where):
         assert caught("wide", mutant, 12), mutant.at
 
 
-@pytest.mark.parametrize(("case", "where"), OTHERS)
+@pytest.mark.parametrize(("case", "where"), some_always(OTHERS, "wide"))
 def test_what_a_request_lives_without_another_model_misses(case, where):
     first = next(m for m in tried(case) if place(case, m) == where)
     assert "a race for byte" in caught(case, first, 8)
@@ -131,9 +132,7 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
 MORE_ARGUED = ("laneformer", "columns", "columns of waves")
 
 
-@pytest.mark.parametrize(
-    "case", ["split", "wide", *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_ARGUED)]
-)
+@pytest.mark.parametrize("case", some_always(["split", "wide", *MORE_ARGUED], "split", "wide"))
 def test_what_is_argued_about_is_there(case):
     assert set(ARGUED_OF) == {"wide", *MORE_ARGUED}
     argued = ARGUED if case == "split" else ARGUED_OF[case]

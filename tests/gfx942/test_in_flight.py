@@ -2,6 +2,7 @@
 found on every way that machine code may take (waits.py)."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.lib.gfx942.triton_cases import ALL as MODELS
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, VARIANTS, compiled
 from tests.lib.gfx942.wait_states import too_soon
 from tests.lib.gfx942.waits import touched_early
+from tests.lib.slow import some_always
 
 # v[2:3] and s[4:5] are an address, as s[12:15] of a buffer; v1 is 0, an address of LDS.
 START = "v_mov_b32 v1, 0; s_mov_b64 s[12:13], s[4:5]; s_movk_i32 s14, 0x100; s_mov_b32 s15, 0; "
@@ -151,7 +153,9 @@ def amiss(made, kernel: str) -> list[str]:
     return touched_early(made, kernel) + too_soon(made, kernel)
 
 
-@pytest.mark.parametrize("name", [*CASES, "llama-3.2-1b"])
+@pytest.mark.parametrize(
+    "name", some_always([*CASES, "llama-3.2-1b"], "llama", "laneformer", "llama-3.2-1b")
+)
 def test_nothing_is_amiss_on_any_way_through_the_hip_kernels(name):
     one = MODELS[name]
     layout = hip_kernel.layout_of(one.spec, one.num_blocks, one.max_context)
@@ -160,12 +164,13 @@ def test_nothing_is_amiss_on_any_way_through_the_hip_kernels(name):
     assert amiss(hip_columns.compiled(render(layout)), hip_columns.KERNEL) == []
 
 
+# One token of each kind of model, and the variant that has all; the slow tests walk the rest.
+WALKED = [("llama", ""), ("laneformer", ""), ("llama", "rules+chunks")]
+
+
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [
-        *((name, variant) for name in CASES for variant in VARIANTS),
-        *(pytest.param(*full, marks=pytest.mark.slow) for full in FULL_OBJECTS),
-    ],
+    some_always([*itertools.product(CASES, VARIANTS), *FULL_OBJECTS], *WALKED),
 )
 def test_nothing_is_amiss_on_any_way_through_the_triton_kernel(name, variant):
     made = compiled(name, variant).code_object

@@ -13,6 +13,7 @@ from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, run
 from tests.lib.gfx942.mutants import caught, mutants
+from tests.lib.slow import some_always
 from tests.lib.wheel_files import Absent
 
 SEEDS = range(36)  # all of conditions and numbers of ranks
@@ -29,8 +30,7 @@ KNOWN_BAD = {
 
 
 BY_EACH = pytest.mark.parametrize(
-    "compiler",
-    [pytest.param(c, marks=pytest.mark.slow) if c in FETCHED else c for c in COMPILERS],
+    "compiler", some_always(COMPILERS, *(c for c in COMPILERS if c not in FETCHED))
 )
 
 
@@ -58,7 +58,7 @@ def test_what_is_known_to_be_wrong_is_caught(left_out):
             assert not any(run(kernel, seed, PLAIN)[0] for seed in range(4))
 
 
-@BY_EACH
+@pytest.mark.parametrize("compiler", some_always(COMPILERS, "clang-19"))
 @pytest.mark.parametrize("name", LITMUS)
 def test_every_mutant_is_caught_or_argued(name, compiler):
     kernel, survivors, count = Kernel(compiled(compiler), name), set(), 0

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests import ROOT
+from tests.lib.slow import some_always
 
 # says so on stdout's descriptor before the command begins
 BEGIN = [
@@ -80,7 +81,7 @@ def sweep(name, moments):
     return ends
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", some_always(COMMANDS, "generate", "plan"))
 def test_ctrl_c_at_ten_moments(name):
     assert 130 in sweep(name, 10)
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from kog_triton.backends.cuda.layout.columns import lay_out_columns
@@ -114,8 +113,3 @@ def assert_same(found, expected):
     for slot, (tokens, records, caches) in expected.items():
         assert found[slot][:2] == (tokens, records)
         assert all(map(torch.equal, found[slot][2], caches))
-
-
-def some_always(names, *always):
-    """Parameters of a test, of which the others are slow."""
-    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]

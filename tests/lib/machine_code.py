@@ -18,6 +18,7 @@ from kog_triton.model.spec import DType
 from tests.lib import nvrtc
 from tests.lib.compiled import made_once, version_of
 from tests.lib.cuda_walk import INCLUDE, ROOT, header
+from tests.lib.slow import some_always
 
 SHAPES = ("llama-3.2-1b", "laneformer-2b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b")
 LONGEST_LOOP = 1000  # instructions
@@ -29,8 +30,8 @@ WORDS = r"\bLDG.*STRONG\.(GPU|SYS)"  # what asks for other blocks' words
 
 def one_always(names):
     """Shapes whose kernels are compiled: one and the odd one always, the others with the slow tests."""
-    always = ("llama-3.2-1b", "odd")
-    return [n if n in always else pytest.param(n, marks=pytest.mark.slow) for n in names]
+    names = list(names)
+    return some_always(names, *({"llama-3.2-1b", "odd"} & set(names)))
 
 
 def spec_named(name):

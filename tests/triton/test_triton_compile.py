@@ -21,6 +21,7 @@ import pytest
 
 from tests import ROOT
 from tests.lib.compile_report import TARGETS, CompileReport
+from tests.lib.slow import some_always
 
 STAGES = (
     "embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj", "mix", "lm_head",
@@ -154,10 +155,8 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [s if s == "qwen2.5-coder-1.5b" else pytest.param(s, marks=pytest.mark.slow) for s in UNEVEN],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", UNEVEN)
 def test_rows_of_any_width_on_hopper(shape, reports_of, compiler):
     """Weights in the widest loads, what is waited for no narrower than the block, sums of a row added once."""
     stack, barriers, instructions = UNEVEN[shape]
@@ -244,10 +243,7 @@ def test_llama_on_other_amd_gpus(target, reports_of, compiler):
     assert sum(report.instructions.values()) <= 20000
 
 
-@pytest.mark.parametrize(
-    "target",
-    [t if t in ("sm_80", "gfx942") else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS],
-)
+@pytest.mark.parametrize("target", some_always(TARGETS, "gfx942"))
 def test_prompts_in_chunks_compile_for_every_target(target, reports_of, compiler):
     """In one kernel with decode, whose polls stay wide and whose registers suffice; on matrix units."""
     (report,) = reports_of(target, "tiny", "chunks")
@@ -309,7 +305,7 @@ SHARED = {
 
 @pytest.mark.parametrize(
     "target, shape, variant",
-    [one if i < 2 else pytest.param(*one, marks=pytest.mark.slow) for i, one in enumerate(SHARED)],
+    some_always(SHARED, *list(SHARED)[:2]),
 )
 def test_shared_steps_compile(target, shape, variant, reports_of, compiler):
     """Polls of meetings no narrower than the block; operands of all columns fit registers beside the weights."""
@@ -326,7 +322,10 @@ def test_shared_steps_compile(target, shape, variant, reports_of, compiler):
 
 @pytest.mark.parametrize(
     "target, shape",
-    [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes"), ("gfx942", "256 ids a block")],
+    some_always(
+        [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes"), ("gfx942", "256 ids a block")],
+        ("gfx942", "lanes"),
+    ),
 )
 def test_sampling_rules_compile(target, shape, reports_of, compiler):
     """The kernel of all rules spills a little, where nothing else waits for it."""

@@ -28,6 +28,7 @@ from kog_triton.schedule.topology import SIZES
 from tests.lib.concurrent_interpreter import Deadlock, concurrent
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.planting import plant
+from tests.lib.slow import some_always
 from tests.lib.triton_cases import PROMPT, Case, backend_of, lanes, plain
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
@@ -95,7 +96,13 @@ def error_of(case: Case, logits: np.ndarray) -> float:
 # ---- whole steps ----
 
 
-@pytest.mark.parametrize("name", CASES)
+# Run by the slow tests: each has what another has too.
+RARE = (
+    "qwen2", "longer", "more splits than are in use", "lanes at once", "lanes that never meet, concatenated",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some_always(CASES, *(n for n in CASES if n not in RARE)))
 def test_logits_equal_the_reference(name, monkeypatch):
     """Under both memory models; what another block did first leaves no trace in the bits."""
     case = CASES[name]

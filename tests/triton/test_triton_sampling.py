@@ -31,6 +31,7 @@ from kog_triton.sampling.definition import rank_of, raw_logprobs
 from kog_triton.sampling.philox import random_words
 from tests.lib.concurrent_interpreter import Deadlock, concurrent
 from tests.lib.planting import plant
+from tests.lib.slow import some_always
 from tests.lib.triton_cases import Case, backend_of, plain
 
 VOCAB = 70
@@ -149,7 +150,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", some_always(WAYS, "top_p", "top_k", "top_k, top_p"))
 def test_a_cut_is_searched_where_checks_do_not_settle_it(name, backend):
     settings, ways = WAYS[name]
     seen = set()

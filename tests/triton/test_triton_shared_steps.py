@@ -31,6 +31,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.triton import lower_tiles
 from tests.lib.concurrent_interpreter import Deadlock, concurrent
 from tests.lib.planting import plant
+from tests.lib.slow import some_always
 from tests.lib.triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
 EDITED = SamplingParams(temperature=0.7, seed=5, frequency_penalty=1.5, top_k=9)
@@ -110,12 +111,11 @@ def is_alike(backend, case: Case, requests, made, column_of) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("f16, two layers", 3),
-        ("bf16, a window", 2),
-        ("widths", 2),
-        pytest.param("eight columns", 5, marks=pytest.mark.slow),
-    ],
+    some_always(
+        [("f16, two layers", 3), ("bf16, a window", 2), ("widths", 2), ("eight columns", 5)],
+        "f16, two layers",
+        "bf16, a window",
+    ),
 )
 def test_bits_and_state_are_those_of_a_request_alone(name, count, monkeypatch):
     """As many tokens of each behind prompts of one length, so that all end in one step, whose logits are compared."""
@@ -155,6 +155,7 @@ def test_each_request_comes_and_goes_when_it_likes(monkeypatch):
     assert set(columns) >= {2, 4}
 
 
+@pytest.mark.slow
 def test_a_yield_at_any_step_leaves_all_to_go_on():
     backend, mailbox = backend_of(ONE, num_slots=2), Mailbox()
     requests = [request(0, EDITED, 5), request(1, count=5)]
@@ -213,8 +214,8 @@ def test_long_prompts_run_in_chunks_first(monkeypatch):
 # ---- masks ----
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["in time", "late"])
-def test_a_mask_that_is_late_ends_its_request_alone(slow, monkeypatch):
+@pytest.mark.parametrize("when", some_always(["in time", "late"], "late"))
+def test_a_mask_that_is_late_ends_its_request_alone(when, monkeypatch):
     """The others of the step go on, bit for bit, and the slot serves again."""
     seconds = [0.0]
     backend, mailbox = backend_of(ONE, limit=400, num_slots=3), Mailbox()
@@ -224,7 +225,7 @@ def test_a_mask_that_is_late_ends_its_request_alone(slow, monkeypatch):
     launches, settle = [], backend.launcher._settle
 
     def masks(output):
-        seconds[0] += 10 * (slow and len(output) == 2)
+        seconds[0] += 10 * (when == "late" and len(output) == 2)
 
     def host():
         running = mailbox.resumed.get(1)
@@ -249,7 +250,7 @@ def test_a_mask_that_is_late_ends_its_request_alone(slow, monkeypatch):
         assert tokens(made[n]) == alone(ONE, requests[n])[0]
     whole = alone(ONE, request(1, COUNTED, 4))[0]
     *first, last = made[1]
-    if slow:
+    if when == "late":
         assert tokens(first) == whole[:2] and isinstance(last.error, RunError)
     else:
         assert tokens(made[1]) == whole
@@ -375,18 +376,14 @@ FAULTS = {
 }
 
 
-SLOWER = list(FAULTS)[4:]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOWER else n for n in FAULTS]
-)
+@pytest.mark.parametrize("name", some_always(FAULTS, *list(FAULTS)[:4]))
 def test_planted_faults_are_seen(name, monkeypatch, tmp_path):
     before, after, *module = FAULTS[name]
     plant(monkeypatch, tmp_path, (module or ["shared_step"])[0], before, after)
     assert is_red()
 
 
+@pytest.mark.slow
 def test_an_edit_that_is_no_fault_is_not_seen(monkeypatch, tmp_path):
     same = "        number += MEETINGS\n"
     plant(monkeypatch, tmp_path, "shared_step", same, same)
