@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kog_triton.backends import Backend, Unready
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
@@ -184,10 +184,12 @@ class Engine:
         if params.structured_outputs is not None:
             if mask is not None:
                 raise RequestError("a request has a mask or structured_outputs: leave out one")
-            grammar = self._grammars.compile(*params.structured_outputs.constraint)
+            shape = params.structured_outputs
+            grammar = self._grammars.compile(*shape.constraint, shape.behind)
         vocab_size = self.backend.spec.vocab_size
         params = params.resolve(vocab_size, self.eos_token_ids, self._encode, seed)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = replace(params, min_tokens=min(params.min_tokens, max_tokens))
         return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar, request_id)
 
     def start(self, job: Job, sample_idx: int = 0) -> Claim:

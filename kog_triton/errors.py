@@ -61,6 +61,14 @@ def first_line(error: BaseException | str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether it says that something failed, not that the process is to end.
+
+    Libraries in Rust raise a BaseException of their own where they panic, which cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def run_error(error: BaseException) -> KogError:
     """What a request raises for an error of its backend."""
     if isinstance(error, KogError):

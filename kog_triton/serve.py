@@ -126,6 +126,8 @@ def parse(argv: Sequence[str] | None) -> "Settings":
     args = parser.parse_args(words)
     if args.model is not None and args.model_tag is not None:
         parser.error("MODEL and --model name a model each: leave out one")
+    if ":" in (args.device or ""):
+        parser.error(f"--device {args.device}: a number of GPUs is --tensor-parallel-size")
     if not 0 <= args.port < 1 << 16:
         parser.error(f"--port {args.port}: ports run from 0 to 65535")
     if args.max_num_queued_reqs is not None and args.max_num_queued_reqs < 0:

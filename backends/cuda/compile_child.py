@@ -153,6 +153,8 @@ def compile_job(job: bytes, text: bytes) -> bytes:
         return COMPILED + translate(text.decode(), how["source"], how["flags"], how["compiler"])
     except Refused as error:
         return REFUSED + str(error).encode()
+    except Exception as error:  # such as a compiler that is not there any more
+        return REFUSED + f"{how['source']}: {type(error).__name__}: {error}".encode()
 
 
 def fork(server: int, fds: Sequence[int]) -> None:

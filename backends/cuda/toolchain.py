@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from kog_triton.backends.cuda.compile_child import find_nvrtc
-from kog_triton.errors import DeviceError
+from kog_triton.errors import DeviceError, first_line
 
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
@@ -18,16 +18,19 @@ ARCHS = (HOPPER, "sm_100a", "sm_120a")
 def compiler_name() -> str:
     """What would compile here, with its version; DeviceError if there is neither NVRTC nor nvcc."""
     if nvrtc := find_nvrtc():
-        return "nvrtc {}.{}".format(*nvrtc.getVersion())
+        try:
+            return "nvrtc {}.{}".format(*nvrtc.getVersion())
+        except Exception as error:  # whatever keeps cupy from loading the library
+            raise DeviceError(
+                f"NVRTC does not load: {first_line(error)}: install cupy-cuda13x again"
+            ) from error
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")
-    return (
-        "nvcc "
-        + subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-        .stdout.strip()
-        .rpartition("\n")[2]
-    )
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    if done.returncode:
+        raise DeviceError(f"{nvcc} --version fails: {first_line(done.stderr)}")
+    return "nvcc " + done.stdout.strip().rpartition("\n")[2]
 
 
 def flags_for(arch: str) -> tuple[str, ...]:

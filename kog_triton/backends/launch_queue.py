@@ -10,7 +10,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -37,13 +37,13 @@ class LaunchQueue:
     def first(self) -> Iterator[None]:
         """Inside, the caller is first in line. Not to be nested."""
         me = object()
-        with self._lock:
-            self._line.append(me)
-            self._lock.wait_for(lambda: self._line[0] is me, PATIENCE_S)
         try:
+            with self._lock:
+                self._line.append(me)
+                self._lock.wait_for(lambda: self._line[0] is me, PATIENCE_S)  # Ctrl-C may end it
             yield
         finally:
-            with self._lock:
+            with self._lock, suppress(ValueError):  # of Ctrl-C ahead of the line
                 self._line.remove(me)
                 self._lock.notify_all()
 

@@ -15,13 +15,16 @@ from kog_triton.vllm_names import takes_vllm_names
 @takes_vllm_names
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one field is set; RequestError names a field that is missing, extra or of a wrong type.
+    """Exactly one constraint is set; RequestError names a field that is missing, extra or of a wrong type.
 
     json         a JSON schema, as an object or as its text
     regex        a regular expression that the whole answer matches (Rust's syntax, no look-around)
     choice       the texts of which the answer is one; kept as a tuple
     grammar      a context-free grammar in llguidance's variant of Lark, with a rule `start`, or in GBNF, with `root`
     json_object  true: any JSON object
+
+    behind       where the constraint begins: behind this text's first place in the answer, such as "</think>". Until
+                 then anything goes but the answer's end. None: at the answer's first token
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -29,9 +32,10 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    behind: str | None = None
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(self)]
+        names = _constraints()
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             got = " and ".join(given) or "nothing"
@@ -43,6 +47,8 @@ class StructuredOutputsParams:
                 raise _wrong(name, getattr(self, name), "text")
         if self.json_object not in (None, True):
             raise _wrong("json_object", self.json_object, "true or left out")
+        if self.behind is not None and not (isinstance(self.behind, str) and self.behind):
+            raise _wrong("behind", self.behind, "a text of at least one character")
         if self.choice is not None:
             is_list = isinstance(self.choice, list | tuple)
             if not is_list or not self.choice or not all(isinstance(c, str) for c in self.choice):
@@ -52,8 +58,13 @@ class StructuredOutputsParams:
     @property
     def constraint(self) -> tuple[str, Any]:
         """The field that is set: its name and value."""
-        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        pairs = ((name, getattr(self, name)) for name in _constraints())
         return next(pair for pair in pairs if pair[1] is not None)
+
+
+def _constraints() -> list[str]:
+    names = (field.name for field in fields(StructuredOutputsParams))
+    return [name for name in names if name != "behind"]
 
 
 def _wrong(name: str, value: object, allowed: str) -> RequestError:

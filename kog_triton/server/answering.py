@@ -159,7 +159,8 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        self._sending_since = time.perf_counter()
+        # a keep-alive behind an event that waits has not begun the wait
+        self._sending_since = min(self._sending_since, time.perf_counter())
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._sending_since, self._last_sent = math.inf, time.perf_counter()
 

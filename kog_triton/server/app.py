@@ -85,4 +85,6 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, Problem):
         return _told(request, error)
-    return _told(request, Problem(error.status_code, str(error.detail)))
+    response = _told(request, Problem(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})  # Allow, of 405
+    return response

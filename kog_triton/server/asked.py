@@ -3,14 +3,14 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job
-from kog_triton.server.schemas.chat import ChatBody, Message, Tool, text_of
+from kog_triton.server.schemas.chat import ChatBody, Message, Tool, parts_of
 from kog_triton.server.service import Service
 from kog_triton.server.tool_grammar import forced_call
 from kog_triton.text.answer import AnswerParser
@@ -86,8 +86,10 @@ async def read_chat(
             )
         assert tool_parser is not None
         given["structured_outputs"] = forced_call(tool_parser, tools, name)
-    # an answer that a grammar shapes has no room for reasoning, unless the prompt has opened it
-    inside = model.reasons and await _opens_reasoning(model, token_ids)
+    inside = model.reasons and _opens_reasoning(model, token_ids)
+    if inside and (shape := given.get("structured_outputs")) is not None:
+        # reasoning that the prompt has opened is no part of the shape; else there is no room for any
+        given["structured_outputs"] = replace(shape, behind=shape.behind or CLOSE)
     if tool_parser is not None or model.reasons:
         given["skip_special_tokens"] = False  # they mark calls and reasoning
     return Asked(
@@ -116,10 +118,11 @@ async def render(
 ) -> list[int]:
     """A conversation's token ids, made in a thread: a long one takes a second. `whose`: see Tokenizer.encode_chat."""
     plain = [_plain(message, i) for i, message in enumerate(messages)]
-    service.check_length(sum(len(m["content"]) for m in plain if isinstance(m.get("content"), str)))
     return await asyncio.to_thread(
         service.model.tokenizer.encode_chat,
         plain,
+        most=service.model.opened.max_context,
+        content_format="auto",
         tools=list(tools) or None,
         add_generation_prompt=add_generation_prompt,
         whose=whose,
@@ -207,8 +210,10 @@ def _choice(body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> tuple[str | N
 def _plain(message: Message, index: int) -> dict[str, Any]:
     """A message as a template takes it: calls with their arguments as objects, which templates write themselves."""
     plain = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        plain["role"] = "system"  # OpenAI's newer name, which few templates know
     if "content" in plain:
-        plain["content"] = text_of(plain["content"], f"messages[{index}].content")
+        plain["content"] = parts_of(plain["content"], f"messages[{index}].content")
     elif message.role != "assistant":
         raise Problem(400, f"messages[{index}] has no content", param="messages")
     else:
@@ -233,6 +238,7 @@ def _call(call: dict[str, Any], index: int) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-async def _opens_reasoning(model: ServedModel, token_ids: Sequence[int]) -> bool:
+def _opens_reasoning(model: ServedModel, token_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends with the tag: further ahead it may be somebody's words."""
     tail = model.tokenizer.decode(token_ids[-TAIL_IDS:], skip_special_tokens=False)
-    return tail.rfind(OPEN) > tail.rfind(CLOSE)
+    return tail.rstrip().endswith(OPEN)

@@ -53,9 +53,10 @@ class ChatAnswer:
             self._began.add(one.index)
             said = {"role": "assistant", "content": None if delta.calls else ""} | said
         choice: dict[str, Any] = {"index": one.index, "delta": said, "finish_reason": None}
-        if self._logprobs is not None:
-            choice["logprobs"] = self._told_logprobs(told)
-            told.logprobs = []
+        logprobs = None
+        if self._logprobs is not None and (said or told.output is not None):
+            logprobs, told.logprobs = self._told_logprobs(told), []
+            choice["logprobs"] = logprobs
         now = progress(one.tokens, elapsed_s, len(self._asked.job.token_ids))
         chunk = {"choices": [choice], "progress": now}
         if self._continuous:
@@ -64,8 +65,8 @@ class ChatAnswer:
             return self._events.event(chunk)
         events = self._events.event(chunk) if said else b""
         last = {"index": one.index, "delta": {}, "finish_reason": told.finish_reason}
-        if self._logprobs is not None:
-            last["logprobs"] = None
+        if self._logprobs is not None:  # of tokens behind the last text, such as the end token
+            last["logprobs"] = None if said else logprobs
         end = {"choices": [last], "progress": now, "timings": timings(told.output)}
         return events + self._events.event(end)
 

@@ -10,12 +10,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from kog_triton.backends.compile_log import compiling
 from kog_triton.backends.mailbox import Failure, Step
 from kog_triton.claim import WAITS, Claim
-from kog_triton.errors import run_error
+from kog_triton.errors import is_failure, run_error
 from kog_triton.server import wire
 from kog_triton.server.outbox import Outbox
 
@@ -79,7 +80,9 @@ class EngineServer:
         try:
             job = engine.prepare(asked.prompt, asked.params, cache_salt=asked.cache_salt)
             claim = engine.start(job, asked.sample_idx)
-        except Exception as error:  # the request's alone, whatever it is
+        except BaseException as error:  # the request's alone, whatever it is
+            if not is_failure(error):
+                raise
             self._outbox.send(wire.frame(wire.ended(asked.id, error)))
             return
         self._outbox.send(wire.frame(wire.Accepted(asked.id)))
@@ -181,13 +184,16 @@ def main() -> None:
     ):  # of the whole group: the server says when to end
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
+        status = 0
         try:
             serve(channel)
         except ConnectionError:
             pass
-        finally:
-            sys.stderr.flush()
-            os._exit(0)  # a thread inside a backend must not hold the device
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stderr.flush()
+        os._exit(status)  # a thread inside a backend must not hold the device
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ class CompletionAnswer:
         self._samples: defaultdict[int, Sample] = defaultdict(Sample)
         self._events = Events(self._head())
         self._n = jobs[0].params.n
+        self._echoed: dict[int, list[str]] = {}
 
     # ---- a stream ----
 
@@ -138,8 +140,14 @@ class CompletionAnswer:
             assert scored is not None, "all samples have ended"
             prompt, ids = scored.prompt_logprobs or [], scored.prompt_token_ids
             tokens = [*prompt, *tokens]
-            texts = [self._model.piece(token) for token in ids] + texts
+            texts = self._pieces(echoed // self._n, ids) + texts
         return completion_logprobs(tokens, texts, sample.length)
+
+    def _pieces(self, job: int, ids: Sequence[int]) -> list[str]:
+        """Of a prompt's ids, made once for all of its samples."""
+        if job not in self._echoed:
+            self._echoed[job] = [self._model.piece(token) for token in ids]
+        return self._echoed[job]
 
     def _prompt(self, index: int) -> str:
         job = self._jobs[index // self._n]

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kog_triton.errors import RunError
 from kog_triton.outputs import RequestOutput
 from kog_triton.server.admission import Admission
 from kog_triton.server.supervisor import Supervisor
@@ -101,7 +102,7 @@ class ServerMetrics(Collector):
     def failed(self, error: BaseException) -> None:
         """One request has ended with an error."""
         self.num_errors += 1
-        self.num_corrupted += "NaN" in str(error)
+        self.num_corrupted += isinstance(error, RunError) and "NaN" in str(error)
 
     def collect(self) -> Iterator[Metric]:
         yield from self._counters()

@@ -2,7 +2,7 @@
 
     Grammars(tokenizer, vocab_size, eos ids)    one a model; llguidance is imported on first use
       .compile("regex", "[0-9]+") -> Grammar    checked, or a RequestError that names it
-        .mask() -> Mask                         the state of one sample, fed token by token
+        .mask() -> MaskHook                     the state of one sample, fed token by token
 
 A token counts as the bytes of `Tokenizer.token_bytes`, a special token as no text at all. An end
 token is allowed exactly where the grammar is complete, and nothing else once it cannot go on.
@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = sorted(i for i in eos_token_ids if i < vocab_size)
 
-    def compile(self, name: str, value: Any) -> "Grammar":
-        """The grammar of one field of StructuredOutputsParams.
+    def compile(self, name: str, value: Any, behind: str | None = None) -> "Grammar":
+        """The grammar of one field of StructuredOutputsParams, which begins `behind` a text of the answer.
 
         RequestError if llguidance is not installed, the model has no end token, or the constraint
         is invalid or admits no answer.
@@ -61,7 +61,16 @@ class Grammars:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise _invalid(name, value, f"it admits no answer: {matcher.get_error()}")
-        return Grammar(matcher, self._vocab_size)
+        free = None
+        if behind is not None:
+            free = Free(behind.encode(), self._tokenizer, self._words_but_ends())
+        return Grammar(matcher, self._vocab_size, free)
+
+    def _words_but_ends(self) -> np.ndarray:
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[: self._vocab_size] = 1
+        bits[self._eos] = 0
+        return np.packbits(bits, bitorder="little").view(np.uint32)
 
     @cached_property
     def _vocabulary(self) -> "llguidance.LLTokenizer":
@@ -97,16 +106,28 @@ def _checked_source(name: str, value: Any) -> str:
         raise _invalid(name, value, "it holds a lone surrogate") from error
 
 
+class Free(NamedTuple):
+    """What a sample may say until the grammar begins: `words` allow it, up to the end of `marker`."""
+
+    marker: bytes
+    tokenizer: Tokenizer
+    words: np.ndarray  # uint32 [ceil(vocab / 32)]
+
+
 class Grammar:
     """A compiled constraint. Samples share it, each with a state of its own."""
 
-    def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
+    def __init__(
+        self, matcher: "llguidance.LLMatcher", vocab_size: int, free: Free | None = None
+    ) -> None:
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
+        self._free = free
 
-    def mask(self) -> "Mask":
+    def mask(self) -> "Mask | MaskBehind":
         """A mask hook for one sample, at its first token."""
-        return Mask(self._matcher.deep_copy(), self._num_words)
+        mask = Mask(self._matcher.deep_copy(), self._num_words)
+        return mask if self._free is None else MaskBehind(mask, self._free)
 
 
 class Mask:
@@ -139,6 +160,28 @@ class Mask:
             raise RequestError(
                 f"structured_outputs is too complex after {self._num_fed} tokens, simplify it: {why}"
             )
+
+
+class MaskBehind:
+    """The mask hook of one sample whose grammar begins with the token behind a marker, which may be several tokens."""
+
+    def __init__(self, mask: Mask, free: Free) -> None:
+        self._mask, self._free = mask, free
+        self._num_seen, self._tail = 0, b""
+        self._first: int | None = None  # of the tokens that the grammar shapes
+
+    def __call__(self, output_ids: Sequence[int]) -> np.ndarray:
+        """As `Mask`."""
+        for token in output_ids[self._num_seen :] if self._first is None else ():
+            self._num_seen += 1
+            seen = self._tail + (self._free.tokenizer.token_bytes(token) or b"")
+            if self._free.marker in seen:
+                self._first = self._num_seen
+                break
+            self._tail = seen[-len(self._free.marker) :]
+        if self._first is None:
+            return self._free.words
+        return self._mask(output_ids[self._first :])
 
 
 class _TokenTable:

@@ -8,7 +8,7 @@ is a ModelError with its path. Sentencepiece-only checkpoints are refused with a
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from kog_triton.errors import KogError, ModelError, RequestError, TooLong, first_line
+from kog_triton.errors import KogError, ModelError, RequestError, TooLong, first_line, is_failure
 from kog_triton.json_file import read_json
 from kog_triton.text import chat
 from kog_triton.text.content import formatted
@@ -194,10 +194,12 @@ class Tokenizer:
         text = marked.render(self.named_tokens)
         guarded = marked != plain or self._guard.loose
         text = self._guard.reveal(text) if guarded else text
-        if whose is not None and most is None:
-            with _text_errors():
-                return (self._kept_twin if guarded else self._kept).encode(text, whose)
-        return _encode(self._guard.twin if guarded else self._backend, text, False, most)
+        backend = self._guard.twin if guarded else self._backend
+        if whose is None:
+            return _encode(backend, text, False, most)
+        with _text_errors():
+            _check_length(backend, text, most)
+            return (self._kept_twin if guarded else self._kept).encode(text, whose)
 
     def apply_chat_template(
         self,
@@ -267,12 +269,8 @@ class Tokenizer:
 def _encode(
     backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, most: int | None
 ) -> list[int]:
-    def count(beginning: str) -> int:
-        return len(backend.encode(beginning, add_special_tokens=False).ids)
-
     with _text_errors():
-        if most is not None:
-            _check_length(text, most, count)
+        _check_length(backend, text, most)
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
@@ -288,15 +286,17 @@ def _text_errors() -> Iterator[None]:
             ) from error
 
 
-def _check_length(text: str, most: int, count: Callable[[str], int]) -> None:
-    """RequestError if a beginning of the text has more than twice the tokens that may be.
+def _check_length(backend: tokenizers.Tokenizer, text: str, most: int | None) -> None:
+    """TooLong if a beginning of the text has more than twice the tokens that may be, if there is a most.
 
     Twice, because where a text is cut off its last word may have more tokens than inside the whole. Beginnings grow
     from eight characters a token, beyond which few texts reach.
     """
+    if most is None:
+        return
     size = 8 * most
     while size < len(text):
-        tokens = count(text[:size])
+        tokens = len(backend.encode(text[:size], add_special_tokens=False).ids)
         if tokens > 2 * most:
             raise TooLong(
                 f"the prompt has more than {tokens // 2} tokens and the context holds {most}: "
@@ -313,8 +313,7 @@ def library_errors(what: str) -> Iterator[None]:
     except KogError:
         raise
     except BaseException as error:
-        # It raises bare Exception, and where it panics a BaseException that cannot be imported.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        if is_failure(error):  # it raises bare Exception
             raise ModelError(f"{what}: {first_line(error)}") from error
         raise
 

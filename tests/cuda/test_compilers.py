@@ -4,6 +4,7 @@ The compiler is a script in the place of nvcc: it notes when it begins, waits fo
 source.
 """
 
+import json
 import os
 import signal
 import socket
@@ -107,6 +108,17 @@ def test_a_compiler_that_refuses_or_is_killed_is_told_and_asked_again(nvcc):
     with pytest.raises(DeviceError, match=r"the compiler of decode\.cu was killed or broke off"):
         jit.compile_cubin("// killed\n")
     assert not list(kernel_cache.cache_folder().parent.rglob("*.cubin"))
+
+
+def test_a_compiler_that_is_gone_meanwhile_is_told(monkeypatch):
+    def gone(*given):
+        raise FileNotFoundError(2, "No such file", "nvcc")
+
+    monkeypatch.setattr(compile_child, "translate", gone)
+    job = json.dumps({"source": "decode.cu", "flags": [], "compiler": "nvcc 1"}).encode()
+    how = compile_child.compile_job(job, b"")
+    assert how[:1] == compile_child.REFUSED
+    assert b"decode.cu: FileNotFoundError: " in how and b"nvcc" in how
 
 
 def test_progress_says_how_many_are_to_come(nvcc, caplog):

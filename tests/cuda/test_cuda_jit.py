@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +88,18 @@ def test_a_cubin_is_kept_by_content(nvcc, tmp_path, monkeypatch):
     assert len(calls(nvcc)) == 5
     names = kept()  # and nothing beside them
     assert len(names) == 5 and all(re.fullmatch(r"[0-9a-f]{32}\.cubin", name) for name in names)
+
+
+def test_a_compiler_that_does_not_say_its_version_is_one_line(nvcc, monkeypatch):
+    def broken():
+        raise RuntimeError("libnvrtc.so.13: cannot open\nmore")
+
+    (nvcc / "nvcc").write_text("#!/bin/sh\necho no licence >&2\nexit 3\n")
+    with pytest.raises(DeviceError, match=r"^\S*/nvcc --version fails: no licence$"):
+        toolchain.compiler_name()
+    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: SimpleNamespace(getVersion=broken))
+    with pytest.raises(DeviceError, match=r"^NVRTC does not load: libnvrtc.so.13: cannot open: "):
+        toolchain.compiler_name()
 
 
 def test_the_compilers_words_are_told_and_nothing_is_kept(nvcc):

@@ -123,3 +123,17 @@ def test_every_entry_point_is_on_the_backends_own_stream(monkeypatch):
         entry_point()
         assert launched and all(launched)
     assert not inside
+
+
+def test_who_is_interrupted_in_the_line_leaves_it(monkeypatch):
+    """Else every other engine would wait for it, 30 seconds a launch."""
+    queue = LaunchQueue()
+    with queue.first():
+
+        def interrupted(*given):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(queue._lock, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), queue.first():
+            pass
+        assert not queue.over(1.0)

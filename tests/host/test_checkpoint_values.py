@@ -30,6 +30,8 @@ from tests.lib.ring_walker import spec_of
         (r"a*b*c*", True),
         (r"a*b*c*d*", False),  # a fourth repetition
         (r"a\*b*c*d*", False),  # no escape that is read
+        (r"a?b?c*?d?e?", True),
+        (r"a?b?c?d?e?", False),  # a fifth option
         (r"(a|b)*", False),  # behind a group
         (r"(?:a)+", False),
         (r"[a-c]+?", True),

@@ -187,6 +187,7 @@ def test_a_key_of_the_environment_stands_for_none_that_is_given(monkeypatch, tmp
         (["/a", "--model", "/b"], "MODEL and --model name a model each: leave out one"),
         (["--port", "65536"], "--port 65536: ports run from 0 to 65535"),
         (["--port", "-1"], "--port -1: ports run from 0 to 65535"),
+        (["--device", "h200:4"], "--device h200:4: a number of GPUs is --tensor-parallel-size"),
         (["--max-num-queued-reqs", "-1"], "--max-num-queued-reqs must be 0 or more"),
         (["--api-key", "a", ""], "--api-key is empty: give a key, or leave the flag out"),
         (["--max-num-seqs", "0"], "argument --max-num-seqs: 0 is below 1"),

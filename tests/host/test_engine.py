@@ -63,6 +63,12 @@ def test_max_tokens_none_runs_to_the_end_of_the_context(llm):
     assert len(out.outputs[0].token_ids) == 9 and out.outputs[0].finish_reason == "length"
 
 
+def test_min_tokens_beyond_the_context_are_all_that_it_holds(llm):
+    """GPUs count them in 32 bits."""
+    params = replace(GREEDY, max_tokens=None, min_tokens=1 << 40)
+    assert llm.engine.prepare([1, 2], params).params.min_tokens == MAX_CONTEXT - 2
+
+
 def test_a_list_of_prompts_shares_the_slots_and_keeps_its_order(llm):
     prompts = [f"slow say:{i}" for i in range(7)]
     texts = [o.outputs[0].text for o in llm.generate(prompts, GREEDY)]

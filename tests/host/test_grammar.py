@@ -320,6 +320,31 @@ def test_greedy_within_a_grammar_is_repeatable_and_free_text_is_not_held_to_it(d
     assert not re.fullmatch("[0-9]{4}", free.text)
 
 
+def test_a_grammar_begins_behind_a_marker_of_any_tokens(bytewise):
+    """Until then anything goes, but the end; what looks like the marker's begin begins it anew."""
+    mask = bytewise.compile("regex", "[ab]{2}", "<>").mask()
+    anything = set(range(VOCAB_SIZE)) - {END, END + 3}
+    said = list(b"x<<")
+    assert allowed(mask([])) == allowed(mask(said)) == anything
+    said += b">"
+    assert allowed(mask(said)) == set(b"ab")
+    assert allowed(mask([*said, *b"ab"])) == {END, END + 3}
+    again = bytewise.compile("regex", "[ab]{2}", "<>").mask()  # of another sample
+    assert allowed(again(list(b"<"))) == anything
+
+
+def test_what_comes_ahead_of_a_marker_is_no_part_of_the_shape(demo):
+    (out,) = answers(demo, StructuredOutputsParams(regex="[0-9]{4}", behind="="), [3], prompt="x ")
+    ahead, _, shaped = out.text.partition("=")
+    assert ahead and re.fullmatch("[0-9]{4}", shaped) and out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("behind", ["", 3])
+def test_a_marker_is_a_text(behind):
+    with pytest.raises(RequestError, match=r"^structured_outputs.behind is .*: it must be a text"):
+        StructuredOutputsParams(regex="a", behind=behind)
+
+
 def test_a_stream_keeps_to_its_grammar(tmp_path):
     with LLM(make_checkpoint(tmp_path), backend=FakeBackend) as llm:
         params = SamplingParams(

@@ -130,7 +130,7 @@ def test_metrics_tell_what_happened_under_our_names_and_vllms():
     for reason in ("stop", "stop", "length", "abort"):
         metrics.finished(output(reason=reason))
     metrics.failed(RunError("NaN in a layer"))
-    metrics.failed(RunError("lost"))
+    metrics.failed(RequestError("structured_outputs.regex 'NaN(' is invalid"))  # a client's words
     metrics.supervisor = SimpleNamespace(
         num_restarts=2, beats_total=70, state="ready", heartbeat_age_s=0.5, num_running=3, num_waiting=4, kv_usage=0.25
     )  # fmt: skip
@@ -394,9 +394,8 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     tokenizer = SimpleNamespace(
         encode_chat=lambda messages, **how: got.append((messages, how)) or [1]
     )
-    service = SimpleNamespace(
-        check_length=lambda length: None, model=SimpleNamespace(tokenizer=tokenizer)
-    )
+    opened = SimpleNamespace(max_context=64)
+    service = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer, opened=opened))
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": a}}
         for a in ('{"a": [1]}', "{bad", "", {"b": 2})
@@ -405,10 +404,87 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     assert asyncio.run(render(service, asked, (), True, {"enable_thinking": False})) == [1]
     ((messages, how),) = got
     named = {"tools": None, "add_generation_prompt": True, "enable_thinking": False}
+    named |= {"most": 64, "content_format": "auto"}
     assert how == named | {"whose": None}  # of no key: nobody's kept ids
     assert messages[0] == {"role": "user", "content": "x"} and messages[1]["content"] == ""
     told = [call["function"]["arguments"] for call in messages[1]["tool_calls"]]
     assert told == [{"a": [1]}, {"arguments": "{bad"}, {}, {"b": 2}]
+
+
+class TemplateOfParts:
+    """A tokenizer whose template says what it was given."""
+
+    chat_templates: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, tail=""):
+        self.given, self.tail = [], tail
+
+    def encode_chat(self, messages, **how):
+        self.given.append(messages)
+        return [1]
+
+    def decode(self, ids, skip_special_tokens):
+        return self.tail
+
+
+def asked_of(tokenizer, **fields):
+    """What a request becomes for a model that reasons."""
+    model = SimpleNamespace(
+        tokenizer=tokenizer, reasons=True, tool_parser="hermes", knows_tools=True, template_kwargs={},
+        opened=SimpleNamespace(max_context=64), default_params=lambda **given: given,
+    )  # fmt: skip
+    service = SimpleNamespace(model=model, interval=Interval())
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
+    return asyncio.run(read_chat(service, body, ""))
+
+
+def test_a_developer_s_message_is_the_system_s_and_parts_stay_parts():
+    """Few templates know OpenAI's newer name; which join parts is theirs to say."""
+    tokenizer = TemplateOfParts()
+    parts = [
+        {"type": "text", "text": "a", "cache_control": {}},
+        {"type": "input_text", "text": "b"},
+    ]
+    asked_of(
+        tokenizer,
+        messages=[{"role": "developer", "content": "German"}, {"role": "user", "content": parts}],
+    )
+    ((first, second),) = tokenizer.given
+    assert first == {"role": "system", "content": "German"}
+    assert second["content"] == [{"type": "text", "text": t} for t in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("tail", "opens"),
+    [("<|assistant|>\n<think>\n", True), ("What is <think>?<|assistant|>\n", False),
+     ("<think>\n\n</think>\n\n", False)],
+)  # fmt: skip
+def test_a_shape_begins_behind_reasoning_that_the_prompt_has_opened(tail, opens):
+    """Further ahead the tag is a user's word. Without a shape nothing else changes."""
+    shape = {"type": "json_object"}
+    asked = asked_of(TemplateOfParts(tail), response_format=shape)
+    assert asked.inside is opens
+    assert asked.job.params["structured_outputs"].behind == ("</think>" if opens else None)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    forced = asked_of(TemplateOfParts(tail), tools=tools, tool_choice="required")
+    assert forced.job.params["structured_outputs"].behind == ("</think>" if opens else None)
+    assert "structured_outputs" not in asked_of(TemplateOfParts(tail)).job.params
+
+
+def test_a_prompt_that_is_echoed_with_log_probabilities_is_decoded_once_for_all_samples():
+    made = []
+    scored = RequestOutput(
+        "0", "p", [5, 6], [CompletionOutput(0, "t", [2], "stop")], output().metrics,
+        prompt_logprobs=[None, {6: Logprob(-0.5, 1, "b")}],
+    )  # fmt: skip
+    answer = CompletionAnswer(
+        "id", SimpleNamespace(name="m", piece=lambda token: made.append(token) or chr(92 + token)),
+        [Job("ab", (5, 6), SamplingParams(n=3, max_tokens=1))],
+        echo=True, made=False, logprobs=True, include_usage=False,
+    )  # fmt: skip
+    answer.take([News(i, Delta("+", [2], None, scored), 1) for i in range(3)])
+    told = [choice["logprobs"]["tokens"] for choice in answer.whole()["choices"]]
+    assert told == [["a", "b"]] * 3 and made == [5, 6]
 
 
 # ---- templates, echo, pace, restarts ----

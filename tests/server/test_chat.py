@@ -263,3 +263,22 @@ def test_progress_tells_the_depth_and_a_cpu_has_no_share_of_a_peak(server):
     told = [(e["progress"]["completion_tokens"], e["progress"]["kv_depth"]) for e in events]
     assert all(depth == prompt + tokens - 1 for tokens, depth in told)
     assert timings["mbu"] is None and server.get("/props").json()["gpu"] is None
+
+
+def test_a_streams_log_probabilities_are_the_answers(server):
+    """Those of tokens without text, too: of the end, and of what a stop string held back."""
+    prompt, fields = server.play("probs", "hi", tokens_per_s=50), {"logprobs": True}
+    whole = server.chat(prompt, **fields)["choices"][0]["logprobs"]["content"]
+    events = [
+        event
+        for event in server.stream_chat(prompt, stream_interval=1, **fields)
+        if event["choices"]
+    ]
+    told = [(event["choices"][0].get("logprobs") or {}).get("content", []) for event in events]
+    assert [token for each in told for token in each] == whole
+
+
+def test_a_method_that_a_path_has_not_says_which_it_has(server):
+    with server.client() as client:
+        response = client.delete("/v1/chat/completions")
+    assert response.status_code == 405 and response.headers["allow"] == "POST"

@@ -330,3 +330,26 @@ def test_the_servers_process_needs_no_torch_and_says_what_it_does_need():
     )
     assert done.returncode == 2
     assert done.stderr == "error: kog serve needs uvicorn: pip install 'kog-triton[serve]'\n"
+
+
+def test_an_engine_that_fails_says_why():
+    """A request's panic is an error of its own; what ends the process is on stderr, and in its status."""
+    program = """
+import os, sys, socket
+from types import SimpleNamespace
+from kog_triton.server import child, wire
+
+class PanicException(BaseException): pass
+def panics(*given, **more): raise PanicException("unreachable")
+told, llm = [], SimpleNamespace(engine=SimpleNamespace(prepare=panics, closed=True))
+server = child.EngineServer(llm, SimpleNamespace(send=told.append))
+server.start(SimpleNamespace(id=7, prompt=(1,), params=None, cache_salt="", sample_idx=0))
+assert b"unreachable" in told[0]
+def breaks(channel): raise SystemError("broken")
+child.serve = breaks
+ours, theirs = socket.socketpair()
+sys.argv = ["child", str(theirs.detach())]
+child.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("SystemError: broken")

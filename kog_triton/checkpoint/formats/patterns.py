@@ -1,7 +1,7 @@
 """Names of modules in a config.json: exact, or regular expressions, which come from whoever made the checkpoint.
 
 A regular expression can take exponential time, so only simple ones are run: no quantifier behind a group, at most
-MAX_REPEATS unbounded ones. Those in use ("re:.*mlp.(gate|up)_proj$") are far below.
+MAX_REPEATS unbounded ones and MAX_OPTIONS of one or none. Those in use ("re:.*mlp.(gate|up)_proj$") are far below.
 """
 
 import re
@@ -12,10 +12,12 @@ from kog_triton.model.config import Config
 
 MAX_PATTERN = 200  # characters
 MAX_REPEATS = 3
+MAX_OPTIONS = 4
 MAX_REGEXES = 64
 _ATOM = r"(?:\\[.dwW_-]|\[\^?[\w.-]+\]|[\w.-])"
 _SIMPLE = re.compile(rf"(?:\^|\$|\||\((?:\?:)?|\)|{_ATOM}[*+]?\??)*")
 _REPEAT = re.compile(r"(?<!\\)[*+]")
+_OPTION = re.compile(r"(?<![\\(*+?])\?")
 
 
 def names(values: object, field: str) -> tuple[str, ...]:
@@ -40,6 +42,7 @@ def is_simple(pattern: str) -> bool:
         len(pattern) <= MAX_PATTERN
         and _SIMPLE.fullmatch(pattern) is not None
         and len(_REPEAT.findall(pattern)) <= MAX_REPEATS
+        and len(_OPTION.findall(pattern)) <= MAX_OPTIONS
     )
 
 

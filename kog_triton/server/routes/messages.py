@@ -47,5 +47,6 @@ async def count_tokens(request: Request, body: Conversation) -> dict[str, int]:
     service: Service = request.app.state.service
     service.check_name(body.model)
     with service.admission.enter():
-        asked = await read_chat(service, ChatBody.model_validate(body.chat_fields()), "")
+        fields = ChatBody.model_validate(body.chat_fields())
+        asked = await read_chat(service, fields, namespace_of(request))
     return {"input_tokens": len(asked.job.token_ids)}

@@ -45,11 +45,11 @@ class ChatBody(SamplingBody):
     function_call: Any = None
 
 
-def text_of(content: Any, where: str) -> Any:
-    """A message's content as templates take it: parts of text joined. Problem 400 for a part that is no text."""
+def parts_of(content: Any, where: str) -> Any:
+    """A message's content, of parts their kind and text alone. Problem 400 for a part that is no text."""
     if not isinstance(content, list):
         return content
-    texts = []
+    parts = []
     for i, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
@@ -57,5 +57,5 @@ def text_of(content: Any, where: str) -> Any:
             raise Problem(
                 400, f"{where}[{i}] is of type {str(kind)[:40]}: only text is read", param=where
             )
-        texts.append(text)
-    return "".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts

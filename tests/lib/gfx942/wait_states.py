@@ -1,7 +1,7 @@
 """Instructions that follow too soon upon one whose result gfx942 does not make them wait for, on any way through code.
 
 A compiler fills such distances with s_nop. Around assembly it does not, of which it knows no instruction, and LLVM 19
-does not either where two ways meet and the longer one comes first in its search (HIP.md, "Wait states"). The distances
+does not either where two ways meet and the longer one comes first in its search (AMD.md, "Wait states"). The distances
 are those of LLVM's hazard recognizer for gfx942, which follows the table of manually inserted wait states in AMD's
 manual of the ISA. Every instruction is one wait state, s_nop N is N + 1.
 """

@@ -165,7 +165,7 @@ KOG_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 v) {
 // nothing to write back; and each wave has drained its own stores ahead of a barrier.
 KOG_DEVICE void release_gpu() { asm volatile("" ::: "memory"); }
 // Behind the wait for such a word, ahead of plain loads: what they may find in the caches is old. The wait has ended, so
-// its loads have; of weights on their way, which may bring lines behind it, nothing is ever old.
+// its loads have; of what may bring lines behind it, weights and requests, nothing is ever old.
 KOG_DEVICE void acquire_gpu() { asm volatile("buffer_inv sc1" ::: "memory"); }
 // Ahead of relaxed loads, which find nothing old.
 KOG_DEVICE void acquire_words() { asm volatile("" ::: "memory"); }
@@ -333,7 +333,7 @@ KOG_DEVICE void multiply_add(Matrix& c, uint2 rows, uint2 columns) {
   }
 }
 // Ahead of what reads its sums: seven wait states behind the last product, which the GPU does not wait for. LLVM counts
-// them by one way alone where two meet, and takes the longer one's (docs/HIP.md).
+// them by one way alone where two meet, and takes the longer one's (docs/AMD.md).
 KOG_DEVICE void settle(Matrix& c) { asm volatile("s_nop 6" : "+v"(c.v)); }
 // The same of dot products, which take three.
 KOG_DEVICE void settle(float& a, float& b) { asm volatile("s_nop 2" : "+v"(a), "+v"(b)); }
