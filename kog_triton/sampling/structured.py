@@ -47,7 +47,7 @@ class StructuredOutputsParams:
                 raise _wrong(name, getattr(self, name), "text")
         if self.json_object not in (None, True):
             raise _wrong("json_object", self.json_object, "true or left out")
-        if self.behind is not None and not (isinstance(self.behind, str) and self.behind):
+        if self.behind is not None and not _is_text(self.behind):
             raise _wrong("behind", self.behind, "a text of at least one character")
         if self.choice is not None:
             is_list = isinstance(self.choice, list | tuple)
@@ -65,6 +65,13 @@ class StructuredOutputsParams:
 def _constraints() -> list[str]:
     names = (field.name for field in fields(StructuredOutputsParams))
     return [name for name in names if name != "behind"]
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is some text that answers can hold: no lone surrogates."""
+    return (
+        isinstance(value, str) and value != "" and value == value.encode("utf-8", "ignore").decode()
+    )
 
 
 def _wrong(name: str, value: object, allowed: str) -> RequestError:

@@ -339,7 +339,7 @@ def test_what_comes_ahead_of_a_marker_is_no_part_of_the_shape(demo):
     assert ahead and re.fullmatch("[0-9]{4}", shaped) and out.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("behind", ["", 3])
+@pytest.mark.parametrize("behind", ["", 3, "<\ud800>"])
 def test_a_marker_is_a_text(behind):
     with pytest.raises(RequestError, match=r"^structured_outputs.behind is .*: it must be a text"):
         StructuredOutputsParams(regex="a", behind=behind)

@@ -68,7 +68,7 @@ def make_checkpoint(folder: Path, max_context: int = MAX_CONTEXT, **generation: 
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% if thinking %}<think>\n{% endif %}{% endif %}"
 )
 
 

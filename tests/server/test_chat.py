@@ -186,6 +186,19 @@ def test_a_schema_holds_the_answer(server):
     assert server.post("/v1/chat/completions", body).status_code == 200
 
 
+def test_a_schema_holds_what_comes_behind_reasoning_that_the_template_opens(server):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    fields = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "chat_template_kwargs": {"thinking": True},
+    }
+    prompt = server.play("thought", 'Is it "a"?</think>{"a": 1}')
+    message = server.chat(prompt, **fields)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ('Is it "a"?', '{"a": 1}')
+    unfit = {"messages": [{"role": "user", "content": server.play("worse", 'Hm.</think>{"b": 1}')}]}
+    assert server.post("/v1/chat/completions", unfit | fields).status_code == 500
+
+
 def test_what_is_not_known_is_named(server):
     body = {"messages": [{"role": "user", "content": "x"}], "user": "me", "new_field": 1}
     assert server.post("/v1/chat/completions", body).headers["x-kog-ignored"] == "new_field"
