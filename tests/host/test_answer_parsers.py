@@ -1,5 +1,6 @@
 """Reasoning, content and calls of an answer: every way of cutting the text gives the same."""
 
+import json
 import random
 
 import pytest
@@ -58,6 +59,7 @@ CASES = {
         "<tool_call>\n</function>\n</tool_call>!",
         ("", "<tool_call>\n</function>\n</tool_call>!", []),
     ),
+    "a tag of reasoning, cut off": (("hermes", True), "<thi", ("", "<thi", [])),
     "no parsers": ((None, False), f"<think>{HERMES}", ("", f"<think>{HERMES}", [])),
 }
 
@@ -106,6 +108,7 @@ def test_parsers_are_found_by_the_template():
     assert found["plain"] is None
     assert thinks((folder / "thinking.jinja").read_text())
     assert not thinks((folder / "plain.jinja").read_text())
+    assert thinks("{{ content.split('</think>') }}") and thinks("<think>")  # one tag is enough
 
 
 def test_an_unknown_parser_is_refused():
@@ -114,3 +117,17 @@ def test_an_unknown_parser_is_refused():
         check_parsers("x", "auto")
     with pytest.raises(RequestError, match="reasoning_parser is 'x'"):
         check_parsers("none", "x")
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [({}, "12"), (None, "12"), ("x", "12"), ({"type": "string"}, "12"), ({"type": ["string", "null"]}, "12"),
+     ({"type": "integer"}, 12), ({"enum": [12]}, 12)],
+)  # fmt: skip
+def test_a_value_of_qwen3_coder_is_text_unless_its_schema_asks_for_more(schema, value):
+    function = {"name": "f", "parameters": {"properties": {"a": schema}}}
+    parser = AnswerParser("qwen3_coder", [{"type": "function", "function": function}])
+    call = "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>"
+    deltas = [parser.feed(call), parser.finish()]
+    (made,) = [made for delta in deltas for made in delta.calls]
+    assert json.loads(made.arguments) == {"a": value}

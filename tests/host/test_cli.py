@@ -55,6 +55,13 @@ def test_stdout_is_the_text_and_nothing_else(cli):
         assert word in err
 
 
+def test_a_terminal_that_cannot_show_a_sign_shows_a_question_mark(cli, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert cli("-p", "say:h\u00e9llo", "--quiet")[0] == 0
+    assert terminal.buffer.getvalue() == b"h?llo"
+
+
 def test_figures_are_shown_by_value_and_unit(llm):
     output = llm.generate("say:x")[0]
     metrics = replace(

@@ -80,7 +80,7 @@ SCALINGS = {
         ("qwen3", {"tie_word_embeddings": True}),
         *(
             ("llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5} | more})
-            for kind, more in SCALINGS.items()
+            for kind, more in (*SCALINGS.items(), ("llama3", SCALINGS["llama3"] | {"factor": 1.5}))
         ),
     ],
 )

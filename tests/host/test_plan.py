@@ -6,12 +6,14 @@ import pytest
 from safetensors.torch import load_file
 
 from kog_triton.model.shapes import SHAPES, named_shape
-from kog_triton.plan import main
+from kog_triton.model.spec import Head, Reduce
+from kog_triton.plan import main, tile_bytes
 from kog_triton.schedule.cuda import WARPS
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
 from kog_triton.schedule.triton import lower_tiles
 from tests.lib import narrow_cases, tiny
+from tests.lib.ring_walker import spec_of
 
 STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -285,3 +287,16 @@ def test_triton_has_no_tiles_for_several_gpus_or_formats_that_it_does_not_read(p
     assert code == 3 and "one GPU" in err
     code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--format", "mxfp4")
     assert code == 4 and "backend triton cannot run this checkpoint" in err
+
+
+def test_a_concatenated_head_is_read_a_lane_at_a_time():
+    """Each lane's part of K in tiles of its own: all of them, so no less than the matrix."""
+    own = (Reduce.OWN,) * 3
+    spec = spec_of(
+        num_lanes=2, hidden_size=1024, intermediate_size=128, vocab_size=4096, num_heads=4, num_kv_heads=2, head_dim=16,
+        reduce_attention=own, reduce_mlp=own, head=Head.CONCAT,
+    )  # fmt: skip
+    schedule = build(spec)
+    tiles = lower_tiles(schedule, 8, spec.max_context, "nvidia")
+    (_, real, read) = tile_bytes(schedule, tiles)[-1]
+    assert tiles.stages[-1].name == "lm_head" and real <= read <= 2 * real

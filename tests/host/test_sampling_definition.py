@@ -11,7 +11,7 @@ import pytest
 
 from kog_triton.errors import RequestError
 from kog_triton.sampling import History, SamplingParams, definition, fixed, sample
-from kog_triton.sampling.definition import adjust, inverse_temperature, survivors
+from kog_triton.sampling.definition import adjust, inverse_temperature, rank_of, survivors
 from kog_triton.sampling.philox import random_words
 from tests.lib.sampling_cases import VOCAB, bitmask, make_logits, params_of
 
@@ -275,3 +275,8 @@ def test_far_logits_and_large_vocabularies_keep_integers_in_range():
     spiked[42] = 3e38
     assert sample(spiked, params_of(100, temperature=1e-5), History([]), 3).token == 42
     assert sample(spiked, params_of(100, top_p=0.99, temperature=100), History([]), 3).token == 42
+
+
+def test_a_rank_counts_the_likelier_and_the_lower_of_those_as_likely():
+    logits = np.array([2.0, 5.0, 2.0, -1.0, 5.0, 2.0], np.float32)
+    assert [rank_of(logits, token) for token in range(6)] == [3, 1, 4, 6, 2, 5]

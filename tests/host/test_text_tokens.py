@@ -106,6 +106,7 @@ def test_a_text_of_far_too_many_tokens_is_not_read_to_its_end(length, a_token, m
     seen = []
 
     def encode(beginning, add_special_tokens):
+        assert not add_special_tokens  # they are the whole text's
         seen.append(len(beginning))
         return SimpleNamespace(ids=[0] * (len(beginning) // a_token))
 

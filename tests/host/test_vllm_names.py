@@ -80,6 +80,13 @@ def test_what_we_do_not_have_is_refused_or_ignored_by_name(llm, where):
             given(llm, where, name, None)  # asks for nothing
 
 
+def test_a_warning_points_at_the_line_of_its_caller(folder):
+    with pytest.warns(UserWarning, match="is ignored") as seen:
+        SamplingParams(skip_clone=True)
+        LLM(folder, backend=FakeBackend, block_size=16).close()
+    assert [one.filename for one in seen] == [__file__] * 2
+
+
 @pytest.mark.parametrize("where", OURS)
 def test_what_nobody_has_is_a_type_error_with_a_hint(llm, where):
     with pytest.raises(TypeError, match=f"{where} got an unexpected keyword argument 'x'$"):
