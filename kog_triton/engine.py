@@ -189,7 +189,8 @@ class Engine:
         vocab_size = self.backend.spec.vocab_size
         params = params.resolve(vocab_size, self.eos_token_ids, self._encode, seed)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        params = replace(params, min_tokens=min(params.min_tokens, max_tokens))
+        if params.min_tokens > max_tokens:
+            params = replace(params, min_tokens=max_tokens)
         return Job(ids, params, max_tokens, prompt, mask, cache_salt, grammar, request_id)
 
     def start(self, job: Job, sample_idx: int = 0) -> Claim:

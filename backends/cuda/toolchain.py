@@ -27,9 +27,13 @@ def compiler_name() -> str:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    except OSError as error:
+        raise DeviceError(f"{nvcc} does not run: {error.strerror}") from error
     if done.returncode:
-        raise DeviceError(f"{nvcc} --version fails: {first_line(done.stderr)}")
+        said = done.stderr or done.stdout or f"status {done.returncode}"
+        raise DeviceError(f"{nvcc} --version fails: {first_line(said)}")
     return "nvcc " + done.stdout.strip().rpartition("\n")[2]
 
 

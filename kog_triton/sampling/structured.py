@@ -23,8 +23,8 @@ class StructuredOutputsParams:
     grammar      a context-free grammar in llguidance's variant of Lark, with a rule `start`, or in GBNF, with `root`
     json_object  true: any JSON object
 
-    behind       where the constraint begins: behind this text's first place in the answer, such as "</think>". Until
-                 then anything goes but the answer's end. None: at the answer's first token
+    behind       where the constraint begins: at the token behind the one that ends this text's first place in the
+                 answer, such as "</think>". Until then anything goes but the answer's end. None: at the first token
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -43,9 +43,17 @@ class Asked:
 
 
 async def read_chat(
-    service: Service, body: ChatBody, namespace: str, *, cut_to_room: bool = False
+    service: Service,
+    body: ChatBody,
+    namespace: str,
+    *,
+    cut_to_room: bool = False,
+    bounded: bool = True,
 ) -> Asked:
-    """What is asked; RequestError or Problem for what cannot be. `cut_to_room`: no more tokens than the context has."""
+    """What is asked; RequestError or Problem for what cannot be.
+
+    `cut_to_room`: no more tokens than the context has. `bounded`: as of `render`.
+    """
     model = service.model
     _check(body)
     tools = usable_tools(body.tools)
@@ -67,7 +75,7 @@ async def read_chat(
     kwargs = template_kwargs(model, body.chat_template_kwargs, body.reasoning_effort)
     whose = namespace + (body.cache_salt or "")
     ends = body.add_generation_prompt
-    token_ids = await render(service, body.messages, tools, ends, kwargs, whose)
+    token_ids = await render(service, body.messages, tools, ends, kwargs, whose, bounded)
     given = body.given()
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
@@ -115,14 +123,21 @@ async def render(
     add_generation_prompt: bool,
     kwargs: Mapping[str, Any],
     whose: str | None = None,
+    bounded: bool = True,
 ) -> list[int]:
-    """A conversation's token ids, made in a thread: a long one takes a second. `whose`: see Tokenizer.encode_chat."""
-    plain = [_plain(message, i) for i, message in enumerate(messages)]
+    """A conversation's token ids, made in a thread: a long one takes a second. `whose`: see Tokenizer.encode_chat.
+
+    `bounded`: TooLong for far more tokens than the context has, without a look at all of them.
+    """
+    tokenizer = service.model.tokenizer
+    knows_developer = any("developer" in text for text in tokenizer.chat_templates.values())
+    plain = [_plain(message, i, knows_developer) for i, message in enumerate(messages)]
+    service.check_length(sum(_characters(message["content"]) for message in plain))
     return await asyncio.to_thread(
-        service.model.tokenizer.encode_chat,
+        tokenizer.encode_chat,
         plain,
-        most=service.model.opened.max_context,
-        content_format="auto",
+        most=service.model.opened.max_context if bounded else None,
+        content_format="string",  # parts as lines, as vLLM joins them: no template loops over every role's
         tools=list(tools) or None,
         add_generation_prompt=add_generation_prompt,
         whose=whose,
@@ -207,10 +222,14 @@ def _choice(body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> tuple[str | N
     return name, True
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
+def _characters(content: Any) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+
+
+def _plain(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
     """A message as a template takes it: calls with their arguments as objects, which templates write themselves."""
     plain = message.model_dump(exclude_none=True)
-    if message.role == "developer":
+    if message.role == "developer" and not knows_developer:
         plain["role"] = "system"  # OpenAI's newer name, which few templates know
     if "content" in plain:
         plain["content"] = parts_of(plain["content"], f"messages[{index}].content")

@@ -190,10 +190,11 @@ def main() -> None:
         except ConnectionError:
             pass
         except BaseException:
-            traceback.print_exc()
             status = 1
-        sys.stderr.flush()
-        os._exit(status)  # a thread inside a backend must not hold the device
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)  # a thread inside a backend must not hold the device
 
 
 if __name__ == "__main__":

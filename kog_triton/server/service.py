@@ -5,6 +5,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kog_triton.engine import room_behind
+from kog_triton.errors import TooLong
 from kog_triton.server.admission import Admission
 from kog_triton.server.metrics import ServerMetrics
 from kog_triton.server.model import ServedModel
@@ -13,6 +14,8 @@ from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job, Samples
 from kog_triton.server.supervisor import Supervisor
 from kog_triton.text.grammar import try_constraint
+
+CHARACTERS_A_TOKEN = 64  # at most, over a whole text: longer tokens are of spaces alone
 
 
 @dataclass
@@ -43,10 +46,21 @@ class Service:
                 param="model",
             )
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, in a thread: a long one takes a second."""
-        tokenizer, most = self.model.tokenizer, self.model.opened.max_context
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, most)
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, bounded: bool = True
+    ) -> list[int]:
+        """Ids of a text, in a thread: a long one takes a second. `bounded`: as of asked.render."""
+        self.check_length(len(text))
+        most = self.model.opened.max_context if bounded else None
+        return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special_tokens, most)
+
+    def check_length(self, characters: int) -> None:
+        """TooLong for a text that cannot fit the context, before anything is made of it."""
+        most = self.model.opened.max_context
+        if characters > CHARACTERS_A_TOKEN * most:
+            raise TooLong(
+                f"the prompt has {characters} characters and the context holds {most} tokens: shorten the prompt"
+            )
 
     def check_rooms(self, jobs: list[Job]) -> None:
         """TooLong for a prompt that leaves no room for an answer, before its ids travel to the engine."""

@@ -392,10 +392,11 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     """Those that are no JSON, of a model's broken call, as they are."""
     got = []
     tokenizer = SimpleNamespace(
-        encode_chat=lambda messages, **how: got.append((messages, how)) or [1]
+        encode_chat=lambda messages, **how: got.append((messages, how)) or [1], chat_templates={}
     )
     opened = SimpleNamespace(max_context=64)
-    service = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer, opened=opened))
+    model = SimpleNamespace(tokenizer=tokenizer, opened=opened)
+    service = SimpleNamespace(model=model, check_length=lambda characters: None)
     calls = [
         {"id": "1", "function": {"name": "f", "arguments": a}}
         for a in ('{"a": [1]}', "{bad", "", {"b": 2})
@@ -404,7 +405,7 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     assert asyncio.run(render(service, asked, (), True, {"enable_thinking": False})) == [1]
     ((messages, how),) = got
     named = {"tools": None, "add_generation_prompt": True, "enable_thinking": False}
-    named |= {"most": 64, "content_format": "auto"}
+    named |= {"most": 64, "content_format": "string"}
     assert how == named | {"whose": None}  # of no key: nobody's kept ids
     assert messages[0] == {"role": "user", "content": "x"} and messages[1]["content"] == ""
     told = [call["function"]["arguments"] for call in messages[1]["tool_calls"]]
@@ -433,13 +434,15 @@ def asked_of(tokenizer, **fields):
         tokenizer=tokenizer, reasons=True, tool_parser="hermes", knows_tools=True, template_kwargs={},
         opened=SimpleNamespace(max_context=64), default_params=lambda **given: given,
     )  # fmt: skip
-    service = SimpleNamespace(model=model, interval=Interval())
+    service = SimpleNamespace(
+        model=model, interval=Interval(), check_length=lambda characters: None
+    )
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
     return asyncio.run(read_chat(service, body, ""))
 
 
-def test_a_developer_s_message_is_the_system_s_and_parts_stay_parts():
-    """Few templates know OpenAI's newer name; which join parts is theirs to say."""
+def test_a_developer_s_message_is_the_system_s_where_the_template_knows_none():
+    """OpenAI's newer name. Parts are told by their text alone, which `render` joins."""
     tokenizer = TemplateOfParts()
     parts = [
         {"type": "text", "text": "a", "cache_control": {}},
@@ -452,6 +455,9 @@ def test_a_developer_s_message_is_the_system_s_and_parts_stay_parts():
     ((first, second),) = tokenizer.given
     assert first == {"role": "system", "content": "German"}
     assert second["content"] == [{"type": "text", "text": t} for t in "ab"]
+    tokenizer.chat_templates = {"default": "{% if message.role == 'developer' %}"}
+    asked_of(tokenizer, messages=[{"role": "developer", "content": "German"}])
+    assert tokenizer.given[-1][0]["role"] == "developer"
 
 
 @pytest.mark.parametrize(
@@ -603,3 +609,15 @@ def test_pauses_between_starts_of_an_engine_grow_up_to_a_bound(monkeypatch):
     asyncio.run(supervisor._restart())
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
     assert supervisor.state == "ready" and supervisor.num_restarts == failures + 1
+
+
+def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_bound():
+    """Of all parts' texts; what is only counted may be longer than the context."""
+    tokenizer, service = TemplateOfParts(), service_module.Service(None, None, None, Interval(), 0)
+    service.opened = SimpleNamespace(opened=SimpleNamespace(max_context=1), tokenizer=tokenizer)
+    long = [{"type": "text", "text": "x" * 32}, {"type": "text", "text": "x" * 33}]
+    with pytest.raises(TooLong, match="the prompt has 65 characters"):
+        asyncio.run(render(service, [Message(role="user", content=long)], (), True, {}))
+    assert tokenizer.given == []
+    fits = [Message(role="user", content=long[:1])]
+    assert asyncio.run(render(service, fits, (), True, {}, bounded=False)) == [1]

@@ -48,5 +48,5 @@ async def count_tokens(request: Request, body: Conversation) -> dict[str, int]:
     service.check_name(body.model)
     with service.admission.enter():
         fields = ChatBody.model_validate(body.chat_fields())
-        asked = await read_chat(service, fields, namespace_of(request))
+        asked = await read_chat(service, fields, namespace_of(request), bounded=False)
     return {"input_tokens": len(asked.job.token_ids)}

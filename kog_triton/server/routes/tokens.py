@@ -29,10 +29,11 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
         if body.messages is not None:
             kwargs = template_kwargs(service.model, body.chat_template_kwargs)
             tools = usable_tools(body.tools)
-            ids = await render(service, body.messages, tools, body.add_generation_prompt, kwargs)
+            ends = body.add_generation_prompt
+            ids = await render(service, body.messages, tools, ends, kwargs, bounded=False)
         else:
             special = True if body.add_special_tokens is None else body.add_special_tokens
-            ids = await service.encode(body.prompt or "", special)
+            ids = await service.encode(body.prompt or "", special, bounded=False)
         pieces = bool(body.return_token_strs)
         told = await run_in_threadpool(_told, service.model, ids, pieces)
     return Response(told, media_type="application/json")
