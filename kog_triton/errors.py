@@ -62,11 +62,13 @@ def first_line(error: BaseException | str) -> str:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it says that something failed, not that the process is to end.
+    """Whether it says that something failed, not that the process is to end."""
+    return isinstance(error, Exception) or is_panic(error)
 
-    Libraries in Rust raise a BaseException of their own where they panic, which cannot be imported.
-    """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+def is_panic(error: BaseException | None) -> bool:
+    """Whether a library in Rust panicked: it raises a BaseException of its own, which cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def run_error(error: BaseException) -> KogError:

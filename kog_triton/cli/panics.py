@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from kog_triton.cli.stderr_log import STDERR_LOG
-from kog_triton.errors import ModelError
+from kog_triton.errors import ModelError, is_panic
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def panics_unsaid() -> Iterator[None]:
             try:
                 yield
             except ModelError as error:
-                panicked = type(error.__cause__).__name__ == "PanicException"
+                panicked = is_panic(error.__cause__)
                 raise
             finally:
                 os.dup2(own, 2)

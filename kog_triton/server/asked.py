@@ -137,7 +137,7 @@ async def render(
         tokenizer.encode_chat,
         plain,
         most=service.model.opened.max_context if bounded else None,
-        content_format="string",  # parts as lines, as vLLM joins them: no template loops over every role's
+        content_format="string",  # a template that loops over a user's parts may take the system's as text
         tools=list(tools) or None,
         add_generation_prompt=add_generation_prompt,
         whose=whose,

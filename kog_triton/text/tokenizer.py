@@ -287,7 +287,7 @@ def _text_errors() -> Iterator[None]:
 
 
 def _check_length(backend: tokenizers.Tokenizer, text: str, most: int | None) -> None:
-    """TooLong if a beginning of the text has more than twice the tokens that may be, if there is a most.
+    """TooLong if a beginning of the text has more than twice `most` tokens; None: any number may be.
 
     Twice, because where a text is cut off its last word may have more tokens than inside the whole. Beginnings grow
     from eight characters a token, beyond which few texts reach.

@@ -75,7 +75,7 @@ FAULTS = (
     ),
     Fault(
         "cli/panics.py",
-        'panicked = type(error.__cause__).__name__ == "PanicException"',
+        "panicked = is_panic(error.__cause__)",
         "panicked = False",
         "host/test_cli_process.py",
         "a panic of the tokenizer's library is printed before its error",

@@ -412,71 +412,6 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     assert told == [{"a": [1]}, {"arguments": "{bad"}, {}, {"b": 2}]
 
 
-class TemplateOfParts:
-    """A tokenizer whose template says what it was given."""
-
-    chat_templates: dict[str, str] = {}  # noqa: RUF012
-
-    def __init__(self, tail=""):
-        self.given, self.tail = [], tail
-
-    def encode_chat(self, messages, **how):
-        self.given.append(messages)
-        return [1]
-
-    def decode(self, ids, skip_special_tokens):
-        return self.tail
-
-
-def asked_of(tokenizer, **fields):
-    """What a request becomes for a model that reasons."""
-    model = SimpleNamespace(
-        tokenizer=tokenizer, reasons=True, tool_parser="hermes", knows_tools=True, template_kwargs={},
-        opened=SimpleNamespace(max_context=64), default_params=lambda **given: given,
-    )  # fmt: skip
-    service = SimpleNamespace(
-        model=model, interval=Interval(), check_length=lambda characters: None
-    )
-    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
-    return asyncio.run(read_chat(service, body, ""))
-
-
-def test_a_developer_s_message_is_the_system_s_where_the_template_knows_none():
-    """OpenAI's newer name. Parts are told by their text alone, which `render` joins."""
-    tokenizer = TemplateOfParts()
-    parts = [
-        {"type": "text", "text": "a", "cache_control": {}},
-        {"type": "input_text", "text": "b"},
-    ]
-    asked_of(
-        tokenizer,
-        messages=[{"role": "developer", "content": "German"}, {"role": "user", "content": parts}],
-    )
-    ((first, second),) = tokenizer.given
-    assert first == {"role": "system", "content": "German"}
-    assert second["content"] == [{"type": "text", "text": t} for t in "ab"]
-    tokenizer.chat_templates = {"default": "{% if message.role == 'developer' %}"}
-    asked_of(tokenizer, messages=[{"role": "developer", "content": "German"}])
-    assert tokenizer.given[-1][0]["role"] == "developer"
-
-
-@pytest.mark.parametrize(
-    ("tail", "opens"),
-    [("<|assistant|>\n<think>\n", True), ("What is <think>?<|assistant|>\n", False),
-     ("<think>\n\n</think>\n\n", False)],
-)  # fmt: skip
-def test_a_shape_begins_behind_reasoning_that_the_prompt_has_opened(tail, opens):
-    """Further ahead the tag is a user's word. Without a shape nothing else changes."""
-    shape = {"type": "json_object"}
-    asked = asked_of(TemplateOfParts(tail), response_format=shape)
-    assert asked.inside is opens
-    assert asked.job.params["structured_outputs"].behind == ("</think>" if opens else None)
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    forced = asked_of(TemplateOfParts(tail), tools=tools, tool_choice="required")
-    assert forced.job.params["structured_outputs"].behind == ("</think>" if opens else None)
-    assert "structured_outputs" not in asked_of(TemplateOfParts(tail)).job.params
-
-
 def test_a_prompt_that_is_echoed_with_log_probabilities_is_decoded_once_for_all_samples():
     made = []
     scored = RequestOutput(
@@ -609,15 +544,3 @@ def test_pauses_between_starts_of_an_engine_grow_up_to_a_bound(monkeypatch):
     asyncio.run(supervisor._restart())
     assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
     assert supervisor.state == "ready" and supervisor.num_restarts == failures + 1
-
-
-def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_bound():
-    """Of all parts' texts; what is only counted may be longer than the context."""
-    tokenizer, service = TemplateOfParts(), service_module.Service(None, None, None, Interval(), 0)
-    service.opened = SimpleNamespace(opened=SimpleNamespace(max_context=1), tokenizer=tokenizer)
-    long = [{"type": "text", "text": "x" * 32}, {"type": "text", "text": "x" * 33}]
-    with pytest.raises(TooLong, match="the prompt has 65 characters"):
-        asyncio.run(render(service, [Message(role="user", content=long)], (), True, {}))
-    assert tokenizer.given == []
-    fits = [Message(role="user", content=long[:1])]
-    assert asyncio.run(render(service, fits, (), True, {}, bounded=False)) == [1]
