@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 COMPILED, REFUSED = b"+", b"-"  # what comes first: behind it a cubin, or why the compiler refuses
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -30,13 +30,25 @@ class Refused(Exception):
 
 
 def find_nvrtc() -> Any:
-    """cupy's NVRTC, or None where cupy is not installed."""
+    """NVIDIA's compiler as a library, from where cupy takes it; None where cupy or the library is not."""
     try:
-        # cupy.cuda has the name too, behind all of cupy and scipy: 0.4 to 1 s of every start
-        from cupy_backends.cuda.libs import nvrtc
+        # cupy's own functions for it import all of cupy, which takes as long as a kernel of prompts compiles
+        from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
     except ImportError:
         return None
-    return nvrtc
+    try:
+        place = load_nvidia_dynamic_lib("nvrtc").abs_path
+    except DynamicLibNotFoundError:
+        return None
+    return load_nvrtc(place)
+
+
+def load_nvrtc(place: str) -> Any:
+    for builtins in Path(place).parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # the library asks for it by name alone
+    library = ctypes.CDLL(place)
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
 
 
 def find_clang() -> str | None:
@@ -70,62 +82,65 @@ def find_hiprtc(first: str = "") -> tuple[Any, str]:
 
 
 def translate(text: str, source: str, flags: Sequence[str], compiler: str) -> bytes:
-    """A text's cubin, in this process, by a toolchain's `compiler_name`; Refused if it does not compile."""
+    """A text's cubin, in this process, by a toolchain's `compiler_name`; Refused if it does not compile.
+
+    What a library is told is what a program is, but for where the text and the code lie.
+    """
     if compiler.startswith("nvrtc"):
-        return _by_nvrtc(text, source, flags)
+        return by_library(find_nvrtc(), NVRTC, text, source, flags)
     if compiler.startswith("nvcc"):
         return _by_program(["nvcc", "-cubin"], text, source, flags)
     if compiler.startswith("hipRTC"):
-        return _by_hiprtc(find_hiprtc(compiler.partition(" of ")[2])[0], text, source, flags)
+        library, _ = find_hiprtc(compiler.partition(" of ")[2])
+        return by_library(library, HIPRTC, text, source, flags)
     found = find_hipcc() if compiler.startswith("hipcc") else find_clang()
     return _by_program([found or "clang++"], text, source, flags)
 
 
-def _by_nvrtc(text: str, source: str, flags: Sequence[str]) -> bytes:
-    nvrtc = find_nvrtc()
-    program = nvrtc.createProgram(text, source, (), ())
-    try:
-        nvrtc.compileProgram(program, tuple(flags))
-        cubin: bytes = nvrtc.getCUBIN(program)
-        return cubin
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise Refused(f"NVRTC refuses the kernel: {error}\n{log}") from error
-    finally:
-        nvrtc.destroyProgram(program)
+class Library(NamedTuple):
+    """A vendor's compiler as a library: AMD has NVIDIA's functions under names of its own."""
+
+    name: str
+    prefix: str
+    code: str  # what it makes
 
 
-def _by_hiprtc(hiprtc: Any, text: str, source: str, flags: Sequence[str]) -> bytes:
-    """What it is told is what a program of clang's is, but for where the text and the code lie."""
-    if hiprtc is None:
-        raise Refused("libhiprtc.so is not there any more")
+NVRTC, HIPRTC = Library("NVRTC", "nvrtc", "CUBIN"), Library("hipRTC", "hiprtc", "Code")
+
+
+def by_library(library: Any, of: Library, text: str, source: str, flags: Sequence[str]) -> bytes:
+    if library is None:
+        raise Refused(f"lib{of.prefix}.so is not there any more")
+
+    def ask(name: str, *arguments: Any) -> Any:
+        return getattr(library, of.prefix + name)(*arguments)
 
     def call(name: str, *arguments: Any) -> None:
-        status = getattr(hiprtc, name)(*arguments)
-        if status:
-            words = (hiprtc.hiprtcGetErrorString(status) or b"").decode()
-            raise Refused(f"hipRTC refuses the kernel: {name}: {words} ({status})\n{log()}")
+        if status := ask(name, *arguments):
+            words = (
+                f"{of.prefix}{name}: {(ask('GetErrorString', status) or b'').decode()} ({status})"
+            )
+            raise Refused(f"{of.name} refuses the kernel: {words}\n{log()}")
 
     def log() -> str:
-        size = ctypes.c_size_t()
-        if not program or hiprtc.hiprtcGetProgramLogSize(program, ctypes.byref(size)):
+        if not program or ask("GetProgramLogSize", program, ctypes.byref(size)):
             return ""
         said = ctypes.create_string_buffer(size.value)
-        hiprtc.hiprtcGetProgramLog(program, said)
+        ask("GetProgramLog", program, said)
         return said.value.decode()
 
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     names = text.encode(), source.encode()
-    call("hiprtcCreateProgram", ctypes.byref(program), *names, 0, None, None)
+    call("CreateProgram", ctypes.byref(program), *names, 0, None, None)
     try:
         options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        call("hiprtcCompileProgram", program, len(flags), options)
-        call("hiprtcGetCodeSize", program, ctypes.byref(size))
+        call("CompileProgram", program, len(flags), options)
+        call(f"Get{of.code}Size", program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
-        call("hiprtcGetCode", program, code)
+        call(f"Get{of.code}", program, code)
         return code.raw
     finally:
-        hiprtc.hiprtcDestroyProgram(ctypes.byref(program))
+        ask("DestroyProgram", ctypes.byref(program))
 
 
 def _by_program(program: Sequence[str], text: str, source: str, flags: Sequence[str]) -> bytes:
@@ -175,8 +190,7 @@ def fork(server: int, fds: Sequence[int]) -> None:
 def main() -> None:
     """Jobs come by the socket that is stdin, until nobody has its other end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks: their sockets tell
-    if nvrtc := find_nvrtc():
-        nvrtc.getVersion()  # loads it, once for all
+    find_nvrtc()  # loads it, once for all
     with socket.socket(fileno=0) as jobs:
         while fds := socket.recv_fds(jobs, 1, 2)[1]:
             fork(os.getpid(), fds)

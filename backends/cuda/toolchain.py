@@ -1,5 +1,6 @@
 """The CUDA compiler of this machine, NVRTC (cupy) or nvcc, and what it is told."""
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,13 +18,16 @@ ARCHS = (HOPPER, "sm_100a", "sm_120a")
 
 def compiler_name() -> str:
     """What would compile here, with its version; DeviceError if there is neither NVRTC nor nvcc."""
-    if nvrtc := find_nvrtc():
-        try:
-            return "nvrtc {}.{}".format(*nvrtc.getVersion())
-        except Exception as error:  # whatever keeps cupy from loading the library
-            raise DeviceError(
-                f"NVRTC does not load: {first_line(error)}: install cupy-cuda13x again"
-            ) from error
+    try:
+        nvrtc = find_nvrtc()
+    except OSError as error:
+        raise DeviceError(
+            f"NVRTC does not load: {first_line(error)}: install cupy-cuda13x again"
+        ) from error
+    if nvrtc:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return f"nvrtc {major.value}.{minor.value}"
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")

@@ -3,17 +3,20 @@
 The nvcc here is a script that writes down its arguments; what it makes of a source is the source.
 """
 
+import functools
 import os
 import re
+import sys
 import time
+import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kog_triton.backends.cuda import compile_child, jit, kernel_cache, toolchain
 from kog_triton.backends.cuda.compile_child import Refused
 from kog_triton.errors import DeviceError
+from tests.lib import nvrtc
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import INCLUDE
 
@@ -92,12 +95,12 @@ def test_a_cubin_is_kept_by_content(nvcc, tmp_path, monkeypatch):
 
 def test_a_compiler_that_does_not_say_its_version_is_one_line(nvcc, monkeypatch):
     def broken():
-        raise RuntimeError("libnvrtc.so.13: cannot open\nmore")
+        raise OSError("libnvrtc.so.13: cannot open\nmore")
 
     (nvcc / "nvcc").write_text("#!/bin/sh\necho no licence >&2\nexit 3\n")
     with pytest.raises(DeviceError, match=r"^\S*/nvcc --version fails: no licence$"):
         toolchain.compiler_name()
-    monkeypatch.setattr(toolchain, "find_nvrtc", lambda: SimpleNamespace(getVersion=broken))
+    monkeypatch.setattr(toolchain, "find_nvrtc", broken)
     with pytest.raises(DeviceError, match=r"^NVRTC does not load: libnvrtc.so.13: cannot open: "):
         toolchain.compiler_name()
 
@@ -157,39 +160,60 @@ def test_what_was_begun_and_failed_is_begun_again(nvcc):
     jit._begun.clear()
 
 
+@pytest.fixture
+def library(monkeypatch):
+    """NVIDIA's own, of the wheel that torch brings, where no cupy says where it is."""
+    library = nvrtc.load()
+    if library is None:
+        pytest.skip("the wheel nvidia-cuda-nvrtc is not there")
+    monkeypatch.setattr(compile_child, "find_nvrtc", lambda: library)
+
+
 @pytest.mark.parametrize("source", ["decode.cu", "columns.cu", "stage.cu"])
-def test_nvrtc_calls_a_program_by_its_source(monkeypatch, tmp_path, source):
+def test_nvrtc_calls_a_program_by_its_source(library, source):
     """Its errors and the machine code's lines name it."""
+    text = 'extern "C" __global__ void kog_kernel(int* p) { *p = 3; }\n'
+    cubin = compile_child.translate(text, source, FLAGS, "nvrtc 13.0")
+    assert cubin.startswith(b"\x7fELF") and source.encode() in cubin and b"kog_kernel" in cubin
+    says = rf"NVRTC refuses the kernel: nvrtcCompileProgram: NVRTC_ERROR_COMPILATION \(6\)\n{source}\(1\): error"
+    with pytest.raises(Refused, match=says):
+        compile_child.translate(text.replace("= 3", "= q"), source, FLAGS, "nvrtc 13.0")
 
-    class Nvrtc:
-        class NVRTCError(Exception):
-            pass
 
-        def createProgram(self, text, name, headers, names):
-            self.name = name
-            return text
+def test_a_library_that_went_away_is_told(monkeypatch):
+    monkeypatch.setattr(compile_child, "find_nvrtc", lambda: None)
+    with pytest.raises(Refused, match=r"libnvrtc\.so is not there any more"):
+        compile_child.translate("// a\n", "decode.cu", FLAGS, "nvrtc 13.0")
 
-        def compileProgram(self, program, flags):
-            if "REFUSED" in program:
-                raise self.NVRTCError("NVRTC_ERROR_COMPILATION")
 
-        def getProgramLog(self, program):
-            return f"{self.name}(7): error"
+def pathfinder(monkeypatch, find):
+    """cupy's finder of libraries, as far as it is asked here."""
+    module = types.ModuleType("cuda.pathfinder")
+    module.DynamicLibNotFoundError = type("DynamicLibNotFoundError", (RuntimeError,), {})
+    module.load_nvidia_dynamic_lib = functools.partial(find, module)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", module)
 
-        def getCUBIN(self, program):
-            return self.name.encode()
 
-        def destroyProgram(self, program):
-            pass
+def test_nvrtc_is_where_cupy_finds_it(monkeypatch, library):
+    asked = []
 
-        def getVersion(self):
-            return 13, 0
+    def find(module, name):
+        asked.append(name)
+        return types.SimpleNamespace(abs_path=nvrtc.place())
 
-    nvrtc = Nvrtc()
-    monkeypatch.setattr(compile_child, "find_nvrtc", lambda: nvrtc)
-    assert compile_child.translate("// a\n", source, FLAGS, "nvrtc 13.0") == source.encode()
-    with pytest.raises(Refused, match=rf"NVRTC refuses the kernel: .*\n{source}\(7\): error"):
-        compile_child.translate("// REFUSED\n", source, FLAGS, "nvrtc 13.0")
+    monkeypatch.undo()
+    pathfinder(monkeypatch, find)
+    assert re.fullmatch(r"nvrtc 1\d\.\d", toolchain.compiler_name()) and asked == ["nvrtc"]
+
+
+def test_without_the_library_nvcc_compiles(monkeypatch, nvcc):
+    def find(module, name):
+        raise module.DynamicLibNotFoundError(name)
+
+    pathfinder(monkeypatch, find)
+    monkeypatch.setattr(toolchain, "find_nvrtc", compile_child.find_nvrtc)
+    assert toolchain.compiler_name().startswith("nvcc ")
 
 
 # ---- a cache that does not do its work ----

@@ -1,20 +1,24 @@
-"""NVRTC by its C interface, out of the wheel nvidia-cuda-nvrtc: for machine code where no nvcc is."""
+"""NVRTC out of the wheel nvidia-cuda-nvrtc: for machine code where no nvcc is."""
 
 import ctypes
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from kog_triton.backends.cuda import compile_child
+
+
+def place() -> str:
+    """The library's file; empty if the wheel is not installed."""
+    found = importlib.util.find_spec("nvidia")
+    roots = found.submodule_search_locations or () if found else ()
+    files = (path for root in roots for path in Path(root).glob("cu13/lib/libnvrtc.so.*"))
+    return str(next(files, ""))
+
 
 def load() -> ctypes.CDLL | None:
-    """The library; None if the wheel is not installed."""
-    found = importlib.util.find_spec("nvidia")
-    for root in found.submodule_search_locations or () if found else ():
-        for path in Path(root).glob("cu13/lib/libnvrtc.so.*"):
-            for other in path.parent.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(other), ctypes.RTLD_GLOBAL)  # it looks for that by name
-            return ctypes.CDLL(str(path))
-    return None
+    """None if the wheel is not installed."""
+    return compile_child.load_nvrtc(place()) if place() else None
 
 
 def version(library: ctypes.CDLL) -> bytes:
@@ -24,20 +28,5 @@ def version(library: ctypes.CDLL) -> bytes:
 
 
 def compile_cubin(library: ctypes.CDLL, text: str, flags: Sequence[str]) -> bytes:
-    """AssertionError with the compiler's words if it refuses."""
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    made = library.nvrtcCreateProgram(
-        ctypes.byref(program), text.encode(), b"decode.cu", 0, None, None
-    )
-    assert made == 0
-    try:
-        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        refused = library.nvrtcCompileProgram(program, len(flags), options)
-        what = "ProgramLog" if refused else "CUBIN"
-        assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
-        out = ctypes.create_string_buffer(size.value)
-        assert getattr(library, f"nvrtcGet{what}")(program, out) == 0
-        assert not refused, out.value.decode()
-        return out.raw
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+    """Refused with the compiler's words."""
+    return compile_child.by_library(library, compile_child.NVRTC, text, "decode.cu", flags)
