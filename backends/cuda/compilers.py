@@ -58,6 +58,13 @@ class Background:
 CORES = len(os.sched_getaffinity(0))
 PROCESSES = Background(CORES if CORES < 6 else CORES - 1)
 
+# Of the compilers' memory: huge pages, and what was given back is kept. A tenth of their seconds in a virtual machine
+# (benchmarks/cuda-log.md#early). Other C libraries than glibc do not read it.
+MALLOC = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864"
+    ":glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=4294967296"
+)
+
 
 class _Server:
     """The process that forks compilers: it is there while anybody compiles."""
@@ -92,6 +99,7 @@ class _Server:
                 [sys.executable, "-P", str(Path(compile_child.__file__).resolve())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
+                env={"GLIBC_TUNABLES": MALLOC} | os.environ,
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
 

@@ -173,6 +173,22 @@ def test_no_compiler_keeps_a_process_or_lives_on_after_it(nvcc, how):
     assert not list((nvcc / "cache").rglob("*.cubin"))
 
 
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=1"])
+def test_compilers_are_told_of_huge_pages_unless_the_user_tunes_malloc(nvcc, monkeypatch, own):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    jit.begin_cubin("// a\n")
+    until(lambda: begun(nvcc) == ["a"], "it begins")
+    assert compilers._server._process is not None
+    told = Path(f"/proc/{compilers._server._process.pid}/environ").read_bytes()
+    end(nvcc, "a")
+    jit.compile_cubin("// a\n")
+    # glibc ends the settings there as it reads them
+    expected = f":GLIBC_TUNABLES={own or compilers.MALLOC}:"
+    assert expected in ":" + told.replace(b"\0", b":").decode()
+
+
 def test_a_compiler_begins_without_the_package():
     """A start waits for it: numpy and the package cost it a second where Python has kept no bytecode."""
     child = [sys.executable, "-X", "importtime", "-P", compile_child.__file__]
