@@ -125,8 +125,8 @@ FAULTS = (
     ),
     Fault(
         "backends/cuda/compile_child.py",
-        "createProgram(text, source,",
-        'createProgram(text, "decode.cu",',
+        "names = text.encode(), source.encode()",
+        'names = text.encode(), b"decode.cu"',
         "cuda/test_cuda_jit.py",
         "every program is called decode.cu",
     ),
