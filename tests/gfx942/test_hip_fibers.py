@@ -24,7 +24,6 @@ from tests.lib.lowering_cases import ArrayWeights
 
 slow = pytest.mark.slow
 UNLIMITED_NS = 1 << 40
-SHORT = ("split", "windows")  # contexts, of columns
 JUDGES = {"races": JUDGED, "bounds": BOUNDED}
 
 
@@ -54,13 +53,13 @@ def test_requests_equal_the_reference(case, wave):
     "case", [pytest.param(c, marks=() if c == "qwen3" else slow) for c in columns.SHARED]
 )
 def test_requests_that_share_a_step_equal_the_reference(case, monkeypatch):
-    if case in SHORT:
-        shorten(monkeypatch, columns.SPLITS)
+    if case in columns.LENGTHS:
+        shorten(monkeypatch, columns.LENGTHS[case])
     names = columns.SHARED[case]
     count, blocks = max(2, len(names)), columns.BLOCKS.get(case, 8)
     spec = columns.spec_of(case)
     backend = opened(HipColumnBackend, spec, blocks, count, seed=-9, counts=(count,))
-    made = serve(backend, *(ASKED[name].request(i) for i, name in enumerate(names)))
+    made = serve(backend, *(columns.ASKED[name].request(i) for i, name in enumerate(names)))
     for i, name in enumerate(names):
         assert tokens_of(made[i]) == columns.expected(case, name)
     assert sum(each.kernel.launches for each in backend.columns.kernels) > 0
@@ -127,12 +126,12 @@ def test_a_block_that_never_comes_is_named():
 )  # fmt: skip
 def test_columns_under_a_judge(judge, case):
     spec, names = columns.spec_of(case), columns.SHARED[case]
-    blocks, lengths = columns.BLOCKS.get(case, 8), columns.SPLITS if case in SHORT else {}
+    blocks, lengths = columns.BLOCKS.get(case, 8), columns.LENGTHS.get(case, {})
     count = max(2, len(names))
     walk = HipColumnThreadWalk(
         spec, ArrayWeights(spec), blocks, count, judge=JUDGES[judge], **lengths
     )
-    walk.serve([ASKED[name].request(i) for i, name in enumerate(names)], 1, UNLIMITED_NS)
+    walk.serve([columns.ASKED[name].request(i) for i, name in enumerate(names)], 1, UNLIMITED_NS)
     assert (walk.verdict.code, walk.verdict.report) == (0, "")
     for i, name in enumerate(names):
         said = [word & 0xFFFFFFFF for word in walk.memory.outbox[i, :, 0].tolist() if word]

@@ -10,6 +10,8 @@ from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     ARGUED,
     ARGUED_OF,
+    JOIN,
+    JOINED,
     MERGE,
     WALK,
     Record,
@@ -53,6 +55,8 @@ OTHERS = [
     ("wide", "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers"),
     ("columns of waves", f"no wait for lgkmcnt in {MERGE}"),
     ("columns of waves", f"no barrier in {MERGE}"),
+    ("heads", f"no barrier in {JOINED}"),
+    ("columns of heads", f"no barrier in {JOIN} > join_many > sync_consumers"),
     ("many", "no wait for lgkmcnt in find_place > sync_consumers"),
     ("many", "a wait for lgkmcnt but one in find_place > sync_consumers"),
     ("many", "no barrier in find_place > sync_consumers"),

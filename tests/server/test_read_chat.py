@@ -9,6 +9,8 @@ from kog_triton.errors import TooLong
 from kog_triton.server.asked import read_chat, render
 from kog_triton.server.pacing import Interval
 from kog_triton.server.schemas.chat import ChatBody, Message
+from kog_triton.server.schemas.messages import MessagesBody
+from kog_triton.server.schemas.responses import chat_messages
 from kog_triton.server.service import Service
 
 
@@ -85,3 +87,32 @@ def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_b
     assert tokenizer.given == []
     fits = [Message(role="user", content=long[:1])]
     assert asyncio.run(render(service, fits, (), True, {}, bounded=False)) == [1]
+
+
+BLOCKS = [{"type": "text", "text": t} for t in "ab"]
+
+
+def test_parts_of_other_forms_are_lines_but_an_assistant_s_are_one_text():
+    result = {"type": "tool_result", "tool_use_id": "1", "content": BLOCKS}
+    thoughts = [{"type": "thinking", "thinking": t} for t in "xy"]
+    messages = [
+        {"role": "user", "content": BLOCKS},
+        {"role": "assistant", "content": [*thoughts, *BLOCKS]},
+        {"role": "user", "content": [result, *BLOCKS]},
+    ]
+    body = MessagesBody.model_validate({"model": "m", "max_tokens": 1, "messages": messages}).chat()
+    said = [message.model_dump(exclude_none=True) for message in body.messages]
+    assert [one["content"] for one in said] == ["a\nb", "ab", "a\nb", "a\nb"]
+    assert said[1]["reasoning_content"] == "xy"
+
+
+def test_parts_of_input_items_are_lines_but_an_assistant_s_are_one_text():
+    items = [
+        {"role": "user", "content": BLOCKS},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": t} for t in "xy"]},
+        {"role": "assistant", "content": BLOCKS},
+        {"type": "function_call_output", "call_id": "1", "output": BLOCKS},
+    ]
+    said = chat_messages(items)
+    assert [one["content"] for one in said] == ["a\nb", "ab", "a\nb"]
+    assert said[1]["reasoning_content"] == "xy"

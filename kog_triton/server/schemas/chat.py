@@ -59,3 +59,8 @@ def parts_of(content: Any, where: str) -> Any:
             )
         parts.append({"type": "text", "text": text})
     return parts
+
+
+def joint_of(role: str) -> str:
+    """What stands between the parts of a message: they are lines, as a chat's; an assistant's were one text."""
+    return "" if role == "assistant" else "\n"

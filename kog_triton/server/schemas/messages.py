@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.chat import ChatBody
+from kog_triton.server.schemas.chat import ChatBody, joint_of
 from kog_triton.server.schemas.sampling import Body, Many
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
@@ -111,9 +111,9 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
         kind = block.get("type")
         if kind == "tool_result":
             content = block.get("content") or ""
-            told = (
-                content if isinstance(content, str) else "".join(_text(b, where) for b in content)
-            )
+            told = content
+            if not isinstance(content, str):
+                told = joint_of("tool").join(_text(b, where) for b in content)
             results.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told}
             )
@@ -127,7 +127,8 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
             texts.append(_text(block, where))
     if not texts and not calls and not thoughts:
         return results
-    told_message: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+    joint = joint_of(message.role)
+    told_message: dict[str, Any] = {"role": message.role, "content": joint.join(texts)}
     if calls:
         told_message["tool_calls"] = calls
     if thoughts:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.chat import ChatBody
+from kog_triton.server.schemas.chat import ChatBody, joint_of
 from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, Many
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -136,7 +136,7 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{i}]"
         kind = item.get("type") or "message"
         if kind == "message":
-            text = _text(item.get("content"), where)
+            text = _text(item.get("content"), where, joint_of(str(item.get("role"))))
             if item.get("role") == "assistant":
                 message = assistant()
                 message["content"] = (message["content"] or "") + text
@@ -148,10 +148,11 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = _text(item.get("output"), where)
+            output = _text(item.get("output"), where, joint_of("tool"))
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
-            thought = _text(item.get("content") or item.get("summary") or "", where)
+            summary = item.get("content") or item.get("summary") or ""
+            thought = _text(summary, where, joint_of("assistant"))
             if thought:
                 found.append({"role": "assistant", "content": None, "reasoning_content": thought})
         else:
@@ -161,7 +162,7 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, joint: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -173,7 +174,7 @@ def _text(content: Any, where: str) -> str:
         if kind not in PARTS or not isinstance(text, str | None):
             raise Problem(400, f"{where} holds {str(kind)[:40]}: only text is read", param="input")
         texts.append(text or "")
-    return "".join(texts)
+    return joint.join(texts)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,18 @@ from typing import Any
 
 from kog_triton.backends.token_words import Outcome
 from kog_triton.model.spec import ModelSpec
+from kog_triton.sampling import SamplingParams
+from tests.lib.gfx942 import requests
 from tests.lib.gfx942.executor import Fault
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.gfx942.hip_requests import MOST_STEPS, SPLIT
-from tests.lib.gfx942.requests import ASKED, TOKENS, reference_tokens
+from tests.lib.gfx942.hip_requests import (
+    HEADS,
+    HEADS_BLOCKS,
+    MOST_STEPS,
+    SPLIT,
+)
+from tests.lib.gfx942.requests import LONG, TOKENS, Asked, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
@@ -25,14 +32,21 @@ SPECS = {name: case.spec for name, case in CASES.items()} | {
     "four rows": plain(2, hidden_size=36, intermediate_size=2048),
     "four rows of x": plain(1, hidden_size=1024, intermediate_size=64, head_dim=8),
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
-    # What several waves of a block share: its ids, the results that it merges, more splits than a warp joins.
+    # What several waves of a block share: its ids, and the results that it merges.
     "waves": plain(
         2, hidden_size=64, num_kv_heads=1, head_dim=128, vocab_size=1600, windows=(4, 0)
     ),
+    "heads": HEADS,
 }
-BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16, "waves": 16}
-# Contexts of ten positions whose splits are one block's, then few blocks', then all blocks'.
+BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16, "waves": 16, "heads": HEADS_BLOCKS}
+# Contexts of ten positions whose splits are one block's, then few blocks', then all blocks', none without a position.
 SPLITS = {"split_least": 2, "merged_length": 4}
+LENGTHS = {
+    "split": SPLITS,
+    "windows": SPLITS,
+    "waves": SPLITS,
+    "heads": SPLITS | {"split_least": 4},
+}
 FOUR = ("greedy", "sampled", "rules", "edits")
 SHARED = {
     "llama": ("greedy", "sampled"),
@@ -46,6 +60,13 @@ SHARED = {
     "four rows of x": FOUR,
     "a long K": ("greedy", "sampled"),
     "waves": ("edits", "sampled"),
+    "heads": ("twelve", "twelve, rules"),
+}
+
+
+ASKED = requests.ASKED | {
+    "twelve": Asked(SamplingParams(temperature=0.0), LONG[:12]),
+    "twelve, rules": Asked(SamplingParams(temperature=0.9, top_k=12, seed=7), LONG[:12]),
 }
 
 
@@ -59,7 +80,7 @@ def columns(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipColumns:
 
 @cache
 def made(case: str, includes: tuple[Path, ...]) -> HipColumns:
-    spec, lengths = spec_of(case), SPLITS if case in ("split", "windows", "waves") else {}
+    spec, lengths = spec_of(case), LENGTHS.get(case, {})
     count = max(2, len(SHARED[case]))
     return HipColumns(
         spec, ArrayWeights(spec), count, BLOCKS.get(case, 8), includes=includes, **lengths
@@ -88,7 +109,8 @@ def serve(
 ) -> list[tuple[list[int], Outcome]]:
     """Of requests beside each other, in as many columns."""
     asked = [ASKED[n].request(slot, tokens) for slot, n in enumerate(names or SHARED[case])]
-    return columns(case, includes).serve(asked, seed, steps=MOST_STEPS, **conditions)
+    steps = MOST_STEPS * -(-BLOCKS.get(case, 8) // 8)  # where more blocks wait, waits take more
+    return columns(case, includes).serve(asked, seed, steps=steps, **conditions)
 
 
 def wrong(

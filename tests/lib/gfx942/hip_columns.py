@@ -65,18 +65,23 @@ class HipColumns:
     def serve(
         self, requests: Sequence[Request], seed: int = 1, **conditions: Any
     ) -> list[tuple[list[int], Outcome]]:
-        """Tokens and end of each request, all of which begin together: launches until the last has ended."""
+        """Tokens and end of each request: launches until the last has ended. All begin together, but for one whose slot
+        another has before it, which begins when that has ended."""
         m = self.memory
         m.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
-        for one in requests:
-            m.write_request(one.slot, encode(one, self.spec.vocab_size), one.prompt, 0)
-        running, self.launches = [one.slot for one in requests], 0
-        while running:
-            self._launch(running, seed, conditions)
+        waiting, running, self.launches = [*enumerate(requests)], dict[int, int](), 0
+        made: dict[int, tuple[list[int], Outcome]] = {}
+        while waiting or running:
+            for number, one in [*waiting]:
+                if one.slot not in running:
+                    m.write_request(one.slot, encode(one, self.spec.vocab_size), one.prompt, 0)
+                    running[one.slot] = number
+                    waiting.remove((number, one))
+            self._launch([*running], seed, conditions)
             ended = [slot for slot in running if self.told(slot)[1]]
             assert ended, "a launch ends with a request"
-            running = [slot for slot in running if slot not in ended]
-        return [self.told(one.slot) for one in requests]
+            made |= {running.pop(slot): self.told(slot) for slot in ended}
+        return [made[number] for number in range(len(requests))]
 
     def prompt(self, request: Request, seed: int = 1, **conditions: Any) -> list[int]:
         """Of a kernel of chunks: what slot 0 has said behind the one launch that runs a prompt."""

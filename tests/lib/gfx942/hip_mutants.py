@@ -48,6 +48,7 @@ MORE = {
     # To positions from which a row of the cache passes from one block's split to another's, which has read beside it.
     "long, top-p": Asked(SamplingParams(temperature=2.5, top_p=0.6, seed=4), LONG[:18]),
     "long, greedy": Asked(SamplingParams(temperature=0.0), LONG[:18]),
+    "eight": Asked(SamplingParams(temperature=0.0), LONG[:8]),
     "mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7)),
     "long, mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7), LONG[:18]),
 }
@@ -82,6 +83,7 @@ REQUESTS = {
     "split": ("sampled", "greedy", "edits", "rules", "long prompt", *MORE_OF_SPLIT),
     "wide": tuple(WIDE_ASKED),
     "many": tuple(MANY_ASKED),
+    "heads": ("long, greedy",),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
     # Of a kernel of two columns, beside each other: as long as each other, so that one launch runs both.
@@ -92,19 +94,23 @@ REQUESTS = {
         "long, mild top-p + long, greedy",
     ),
     "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
+    # The third begins in the first's column beside the second, whose context all blocks share, and ends with it.
+    "columns of heads": ("eight + long, greedy + greedy", "eight + long, greedy + edits"),
 }
 COLUMNS = {
     "columns": "windows",
     "columns of waves": "waves",
+    "columns of heads": "heads",
 }  # the specs, of hip_column_requests.py
+JOINED = "run_layers_ahead > run_layer > attention > join_splits > join_many > sync_consumers"
 # Survivors of "split" that were read: why no run of that object can tell them, or what would have to be there.
 ARGUED = {
     "no barrier in sync_consumers": "behind init_block: what it writes is read behind find_place's own barriers",
     "no barrier in find_place > sync_consumers": "the first: up to 64 blocks are one wave's (of 'many' caught); the"
     " last: the block's number is read behind the barrier of the kernel's entry, which comes next",
     "no barrier in any_consumer > sync_consumers": "the second: a step's barriers stand before the next call",
-    "no barrier in run_layers_ahead > run_layer > attention > join_splits > join_many > sync_consumers": "the join puts"
-    " sums into shared memory only where there are more than kJoined splits: not with 8 blocks",
+    f"no barrier in {JOINED}": "sums go into shared memory only where there are more than kJoined splits: not with 8"
+    " blocks (of 'heads' caught)",
     "no barrier in run_head > head_rows > run_rows > sync_consumers": "of a block without rows, which reads nothing"
     " that it staged",
     "no barrier in run_head > choose > check_argmax > gather_shares > sync_consumers": "up to 64 blocks' shares are"
@@ -148,8 +154,8 @@ OF_COLUMNS = {
     "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
     f"no barrier in {JOIN} > sync_consumers": "join_many begins with one, and o_proj's sums lie elsewhere",
     f"no barrier in {JOIN} > join_many > sync_consumers": "the first: finish_split has one behind the last look at what"
-    " was merged; where a block joins behind a head that it walked alone, in one layer, as requests of unlike lengths"
-    " would have it, this one is needed",
+    " was merged; behind a head that the block walked alone, in one layer, this one is needed (of 'columns of heads'"
+    " caught)",
     "no barrier in run_head > sync_consumers": THREE,
     "no barrier in run_head > choose > sync_consumers": THREE,
 }  # fmt: skip
@@ -239,6 +245,8 @@ def walk(case: str) -> HipWalk | HipColumns:
         return _wide_walk()
     if case == "many":
         return _many_walk()
+    if case == "heads":
+        return hip_requests.heads_walk()
     return hip_requests.split_walk() if case == "split" else hip_requests.walk(case)
 
 
@@ -265,6 +273,7 @@ def _spec(case: str) -> ModelSpec:
         "ranks": RANKS,
         "wide": WIDE,
         "many": MANY,
+        "heads": hip_requests.HEADS,
     }
     return own[case] if case in own else CASES[case].spec
 
@@ -282,7 +291,10 @@ def run(
     one.memory.cache.fill_(torch.nan)
     what = [asked(each) for each in name.split(" + ")]
     if isinstance(one, HipColumns):
-        requests = [each.request(slot, hip_requests.TOKENS) for slot, each in enumerate(what)]
+        slots = [number % one.layout.columns for number in range(len(what))]
+        requests = [
+            each.request(slot, hip_requests.TOKENS) for slot, each in zip(slots, what, strict=True)
+        ]
         made: Any = one.serve(requests, seed, **conditions)
     else:
         one.conditions = conditions
@@ -521,6 +533,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="to go on at most")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # what is forked would wait for the others for ever
     record = Record.open(args.record, args.case)
     left = try_all(record, args.seeds, args.only, args.minutes, args.jobs)
     survivors = record.survivors()

@@ -23,6 +23,10 @@ MOST_STEPS = 60_000_000  # instructions: three times what the longest request ta
 SPLIT = plain(2, hidden_size=64, num_kv_heads=1)
 LENGTHS = {"split_least": 4, "merged_length": 16}
 SPLIT_NAMES = ("long prompt", "edits", "sampled")
+# More splits than a warp joins; of columns a block that walks a short context alone has two query heads of it, of two
+# waves. None is without a position, as in contexts of full length.
+HEADS = plain(1, hidden_size=136, num_heads=18, num_kv_heads=1, head_dim=128)
+HEADS_BLOCKS, HEADS_LENGTHS = 17, {"split_least": 4, "merged_length": 4}
 
 
 @cache
@@ -34,6 +38,11 @@ def walk(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
 @cache
 def split_walk(includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
     return HipWalk(SPLIT, ArrayWeights(SPLIT), 8, includes=includes, **LENGTHS)
+
+
+@cache
+def heads_walk() -> HipWalk:
+    return HipWalk(HEADS, ArrayWeights(HEADS), HEADS_BLOCKS, **HEADS_LENGTHS)
 
 
 @cache
@@ -64,3 +73,5 @@ def asked() -> Iterator[tuple[str, str, HipWalk, Callable[[], list[int]]]]:
         yield case, name, walk(case), lambda case=case, name=name: expected(case, name)
     for name in SPLIT_NAMES:
         yield "split", name, split_walk(), lambda name=name: split_tokens(name)
+    one = "long prompt"
+    yield "heads", one, heads_walk(), lambda: reference_tokens(HEADS, ASKED[one])
