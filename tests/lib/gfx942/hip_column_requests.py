@@ -7,18 +7,19 @@ from typing import Any
 
 from kog_triton.backends.token_words import Outcome
 from kog_triton.model.spec import ModelSpec
-from kog_triton.sampling import SamplingParams
-from tests.lib.gfx942 import requests
 from tests.lib.gfx942.executor import Fault
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import INCLUDES
 from tests.lib.gfx942.hip_requests import (
+    ASKED,
     HEADS,
     HEADS_BLOCKS,
+    HEADS_LENGTHS,
     MOST_STEPS,
     SPLIT,
+    most_steps,
 )
-from tests.lib.gfx942.requests import LONG, TOKENS, Asked, reference_tokens
+from tests.lib.gfx942.requests import TOKENS, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
@@ -41,12 +42,7 @@ SPECS = {name: case.spec for name, case in CASES.items()} | {
 BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16, "waves": 16, "heads": HEADS_BLOCKS}
 # Contexts of ten positions whose splits are one block's, then few blocks', then all blocks', none without a position.
 SPLITS = {"split_least": 2, "merged_length": 4}
-LENGTHS = {
-    "split": SPLITS,
-    "windows": SPLITS,
-    "waves": SPLITS,
-    "heads": SPLITS | {"split_least": 4},
-}
+LENGTHS = {"split": SPLITS, "windows": SPLITS, "waves": SPLITS, "heads": HEADS_LENGTHS}
 FOUR = ("greedy", "sampled", "rules", "edits")
 SHARED = {
     "llama": ("greedy", "sampled"),
@@ -61,12 +57,6 @@ SHARED = {
     "a long K": ("greedy", "sampled"),
     "waves": ("edits", "sampled"),
     "heads": ("twelve", "twelve, rules"),
-}
-
-
-ASKED = requests.ASKED | {
-    "twelve": Asked(SamplingParams(temperature=0.0), LONG[:12]),
-    "twelve, rules": Asked(SamplingParams(temperature=0.9, top_k=12, seed=7), LONG[:12]),
 }
 
 
@@ -109,7 +99,7 @@ def serve(
 ) -> list[tuple[list[int], Outcome]]:
     """Of requests beside each other, in as many columns."""
     asked = [ASKED[n].request(slot, tokens) for slot, n in enumerate(names or SHARED[case])]
-    steps = MOST_STEPS * -(-BLOCKS.get(case, 8) // 8)  # where more blocks wait, waits take more
+    steps = most_steps(BLOCKS.get(case, 8))
     return columns(case, includes).serve(asked, seed, steps=steps, **conditions)
 
 

@@ -5,9 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kog_triton.sampling import SamplingParams
+from tests.lib.gfx942 import requests
 from tests.lib.gfx942.executor import Fault
 from tests.lib.gfx942.hip_kernel import INCLUDES, HipWalk
-from tests.lib.gfx942.requests import ASKED, TOKENS, expected, reference_tokens
+from tests.lib.gfx942.requests import LONG, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import plain
@@ -18,7 +20,9 @@ NAMES = {"llama": ("greedy", "sampled", "rules", "edits", "masks"), "qwen3": ("g
 RUNS = [(case, name) for case, names in NAMES.items() for name in names if name != "masks"]
 FINISHED = 2  # Outcome.LENGTH
 STOPPED = 1  # Outcome.STOP
-MOST_STEPS = 60_000_000  # instructions: three times what the longest request takes
+MOST_STEPS = (
+    60_000_000  # instructions on up to eight blocks: three times what the longest request takes
+)
 # Short contexts that are split over all blocks, and whose many splits are joined in a step of their own.
 SPLIT = plain(2, hidden_size=64, num_kv_heads=1)
 LENGTHS = {"split_least": 4, "merged_length": 16}
@@ -27,6 +31,15 @@ SPLIT_NAMES = ("long prompt", "edits", "sampled")
 # waves. None is without a position, as in contexts of full length.
 HEADS = plain(1, hidden_size=136, num_heads=18, num_kv_heads=1, head_dim=128)
 HEADS_BLOCKS, HEADS_LENGTHS = 17, {"split_least": 4, "merged_length": 4}
+ASKED = requests.ASKED | {
+    "twelve": Asked(SamplingParams(temperature=0.0), LONG[:12]),
+    "twelve, rules": Asked(SamplingParams(temperature=0.9, top_k=12, seed=7), LONG[:12]),
+}
+
+
+def most_steps(num_blocks: int) -> int:
+    """Where more blocks wait, waits take more."""
+    return MOST_STEPS * -(-num_blocks // 8)
 
 
 @cache
@@ -53,7 +66,7 @@ def split_tokens(name: str = "long prompt") -> list[int]:
 def generate(
     one: HipWalk, name: str, conditions: dict[str, Any], seed: int = 1, stops: Any = ()
 ) -> tuple[list[int], int]:
-    one.conditions = {"steps": MOST_STEPS} | conditions
+    one.conditions = {"steps": most_steps(one.layout.lowering.num_blocks)} | conditions
     asked = ASKED[name]
     return one.generate(list(asked.prompt), TOKENS, asked.params, stops, seed)
 
@@ -73,5 +86,4 @@ def asked() -> Iterator[tuple[str, str, HipWalk, Callable[[], list[int]]]]:
         yield case, name, walk(case), lambda case=case, name=name: expected(case, name)
     for name in SPLIT_NAMES:
         yield "split", name, split_walk(), lambda name=name: split_tokens(name)
-    one = "long prompt"
-    yield "heads", one, heads_walk(), lambda: reference_tokens(HEADS, ASKED[one])
+    yield "heads", "twelve", heads_walk(), lambda: reference_tokens(HEADS, ASKED["twelve"])
