@@ -18,6 +18,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ class Refused(Exception):
 
 
 def find_nvrtc() -> Any:
-    """NVIDIA's compiler as a library, from where cupy takes it; None where cupy or the library is not."""
+    """NVIDIA's compiler as a library, from where cupy takes it (cuda.pathfinder, which comes with it); None where
+    either is not there. OSError for a library that does not load."""
     try:
         # cupy's own functions for it import all of cupy, which takes as long as a kernel of prompts compiles
         from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
@@ -40,15 +42,27 @@ def find_nvrtc() -> Any:
         place = load_nvidia_dynamic_lib("nvrtc").abs_path
     except DynamicLibNotFoundError:
         return None
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
     return load_nvrtc(place)
 
 
 def load_nvrtc(place: str) -> Any:
-    for builtins in Path(place).parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # the library asks for it by name alone
     library = ctypes.CDLL(place)
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    # The library asks for it by name alone, when it first compiles.
+    beside = Path(place).resolve().parent
+    with suppress(OSError):
+        version = nvrtc_name(library).removeprefix("nvrtc ")
+        ctypes.CDLL(str(beside / f"libnvrtc-builtins.so.{version}"), ctypes.RTLD_GLOBAL)
     return library
+
+
+def nvrtc_name(library: Any) -> str:
+    """With its version: "nvrtc 13.0"."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"nvrtc {major.value}.{minor.value}"
 
 
 def find_clang() -> str | None:
@@ -87,7 +101,12 @@ def translate(text: str, source: str, flags: Sequence[str], compiler: str) -> by
     What a library is told is what a program is, but for where the text and the code lie.
     """
     if compiler.startswith("nvrtc"):
-        return by_library(find_nvrtc(), NVRTC, text, source, flags)
+        nvrtc = find_nvrtc()
+        if nvrtc and (name := nvrtc_name(nvrtc)) != compiler:  # what is kept is kept by its name
+            raise Refused(
+                f"{name} is what a new process finds, and {compiler} is loaded in this one"
+            )
+        return by_library(nvrtc, NVRTC, text, source, flags)
     if compiler.startswith("nvcc"):
         return _by_program(["nvcc", "-cubin"], text, source, flags)
     if compiler.startswith("hipRTC"):
@@ -190,7 +209,8 @@ def fork(server: int, fds: Sequence[int]) -> None:
 def main() -> None:
     """Jobs come by the socket that is stdin, until nobody has its other end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks: their sockets tell
-    find_nvrtc()  # loads it, once for all
+    with suppress(Exception):  # whoever is to compile by it hears why
+        find_nvrtc()  # loads it, once for all
     with socket.socket(fileno=0) as jobs:
         while fds := socket.recv_fds(jobs, 1, 2)[1]:
             fork(os.getpid(), fds)

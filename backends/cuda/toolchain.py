@@ -1,11 +1,10 @@
 """The CUDA compiler of this machine, NVRTC (cupy) or nvcc, and what it is told."""
 
-import ctypes
 import shutil
 import subprocess
 from pathlib import Path
 
-from kog_triton.backends.cuda.compile_child import find_nvrtc
+from kog_triton.backends.cuda.compile_child import find_nvrtc, nvrtc_name
 from kog_triton.errors import DeviceError, first_line
 
 FOLDER = Path(__file__).resolve().parent
@@ -25,9 +24,7 @@ def compiler_name() -> str:
             f"NVRTC does not load: {first_line(error)}: install cupy-cuda13x again"
         ) from error
     if nvrtc:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"nvrtc {major.value}.{minor.value}"
+        return nvrtc_name(nvrtc)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")

@@ -167,17 +167,24 @@ def library(monkeypatch):
     if library is None:
         pytest.skip("the wheel nvidia-cuda-nvrtc is not there")
     monkeypatch.setattr(compile_child, "find_nvrtc", lambda: library)
+    return compile_child.nvrtc_name(library)
 
 
 @pytest.mark.parametrize("source", ["decode.cu", "columns.cu", "stage.cu"])
 def test_nvrtc_calls_a_program_by_its_source(library, source):
     """Its errors and the machine code's lines name it."""
     text = 'extern "C" __global__ void kog_kernel(int* p) { *p = 3; }\n'
-    cubin = compile_child.translate(text, source, FLAGS, "nvrtc 13.0")
+    cubin = compile_child.translate(text, source, FLAGS, library)
     assert cubin.startswith(b"\x7fELF") and source.encode() in cubin and b"kog_kernel" in cubin
     says = rf"NVRTC refuses the kernel: nvrtcCompileProgram: NVRTC_ERROR_COMPILATION \(6\)\n{source}\(1\): error"
     with pytest.raises(Refused, match=says):
-        compile_child.translate(text.replace("= 3", "= q"), source, FLAGS, "nvrtc 13.0")
+        compile_child.translate(text.replace("= 3", "= q"), source, FLAGS, library)
+
+
+def test_another_nvrtc_than_was_named_compiles_nothing(library):
+    """It would be kept under the other's name."""
+    with pytest.raises(Refused, match=rf"^{library} is what a new process finds, and nvrtc 12\.9 "):
+        compile_child.translate("", "decode.cu", FLAGS, "nvrtc 12.9")
 
 
 def test_a_library_that_went_away_is_told(monkeypatch):
@@ -214,6 +221,18 @@ def test_without_the_library_nvcc_compiles(monkeypatch, nvcc):
     pathfinder(monkeypatch, find)
     monkeypatch.setattr(toolchain, "find_nvrtc", compile_child.find_nvrtc)
     assert toolchain.compiler_name().startswith("nvcc ")
+
+
+def test_a_library_that_does_not_load_is_one_line(monkeypatch):
+    """cupy's finder has an error of its own for it."""
+
+    def find(module, name):
+        raise RuntimeError("Failed to dlopen /x/libnvrtc.so.13: no such file\nmore")
+
+    pathfinder(monkeypatch, find)
+    said = r"^NVRTC does not load: Failed to dlopen /x/libnvrtc.so.13: no such file: install cupy"
+    with pytest.raises(DeviceError, match=said):
+        toolchain.compiler_name()
 
 
 # ---- a cache that does not do its work ----

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.compile_child import find_nvrtc
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
@@ -19,7 +20,10 @@ from tests.lib.hip_nvidia import HipOnNvidia
 from tests.lib.machine_code import spec_named
 from tests.lib.real_shapes import real_shape
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_nvrtc() is None, reason="NVRTC alone compiles the source so"),
+]
 SPECS = {  # positions compared, most that logits may be off
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),
     "laneformer-2b": (spec_named("laneformer-2b"), 60, 0.1),
@@ -55,9 +59,9 @@ def test_logits_of_a_full_model_agree_with_the_reference_and_repeat(name):
     ours.close()
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
-def test_every_stage_alone(name):
-    assert check_stages(HipOnNvidia, small_model(SPECS[name][0]), "an NVIDIA GPU") == 12
+@pytest.mark.parametrize(("name", "count"), [("llama-3.2-1b", 12), ("laneformer-2b", 23)])
+def test_every_stage_alone(name, count):
+    assert check_stages(HipOnNvidia, small_model(SPECS[name][0]), "an NVIDIA GPU") == count
 
 
 def assert_alike(steps, others):

@@ -22,9 +22,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def version(library: ctypes.CDLL) -> bytes:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    assert library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0
-    return b"nvrtc %d.%d" % (major.value, minor.value)
+    return compile_child.nvrtc_name(library).encode()
 
 
 def compile_cubin(library: ctypes.CDLL, text: str, flags: Sequence[str]) -> bytes:

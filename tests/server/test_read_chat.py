@@ -92,21 +92,21 @@ def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_b
 BLOCKS = [{"type": "text", "text": t} for t in "ab"]
 
 
-def test_parts_of_other_forms_are_lines_but_an_assistant_s_are_one_text():
+def test_texts_of_other_forms_are_a_chat_s_parts_but_an_assistant_s_are_one():
     result = {"type": "tool_result", "tool_use_id": "1", "content": BLOCKS}
     thoughts = [{"type": "thinking", "thinking": t} for t in "xy"]
     messages = [
         {"role": "user", "content": BLOCKS},
         {"role": "assistant", "content": [*thoughts, *BLOCKS]},
-        {"role": "user", "content": [result, *BLOCKS]},
+        {"role": "user", "content": [result, BLOCKS[0]]},
     ]
     body = MessagesBody.model_validate({"model": "m", "max_tokens": 1, "messages": messages}).chat()
     said = [message.model_dump(exclude_none=True) for message in body.messages]
-    assert [one["content"] for one in said] == ["a\nb", "ab", "a\nb", "a\nb"]
+    assert [one["content"] for one in said] == [BLOCKS, "ab", BLOCKS, "a"]
     assert said[1]["reasoning_content"] == "xy"
 
 
-def test_parts_of_input_items_are_lines_but_an_assistant_s_are_one_text():
+def test_texts_of_input_items_are_a_chat_s_parts_but_an_assistant_s_are_one():
     items = [
         {"role": "user", "content": BLOCKS},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": t} for t in "xy"]},
@@ -114,5 +114,5 @@ def test_parts_of_input_items_are_lines_but_an_assistant_s_are_one_text():
         {"type": "function_call_output", "call_id": "1", "output": BLOCKS},
     ]
     said = chat_messages(items)
-    assert [one["content"] for one in said] == ["a\nb", "ab", "a\nb"]
+    assert [one["content"] for one in said] == [BLOCKS, "ab", BLOCKS]
     assert said[1]["reasoning_content"] == "xy"

@@ -61,6 +61,8 @@ def parts_of(content: Any, where: str) -> Any:
     return parts
 
 
-def joint_of(role: str) -> str:
-    """What stands between the parts of a message: they are lines, as a chat's; an assistant's were one text."""
-    return "" if role == "assistant" else "\n"
+def content_of(role: str, texts: list[str]) -> str | list[dict[str, Any]]:
+    """What a message of another form says: its texts are a chat's parts; an assistant's were one text."""
+    if role == "assistant" or len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]

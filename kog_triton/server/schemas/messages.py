@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.chat import ChatBody, joint_of
+from kog_triton.server.schemas.chat import ChatBody, content_of
 from kog_triton.server.schemas.sampling import Body, Many
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
@@ -113,7 +113,7 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
             content = block.get("content") or ""
             told = content
             if not isinstance(content, str):
-                told = joint_of("tool").join(_text(b, where) for b in content)
+                told = content_of("tool", [_text(b, where) for b in content])
             results.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told}
             )
@@ -127,8 +127,10 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
             texts.append(_text(block, where))
     if not texts and not calls and not thoughts:
         return results
-    joint = joint_of(message.role)
-    told_message: dict[str, Any] = {"role": message.role, "content": joint.join(texts)}
+    told_message: dict[str, Any] = {
+        "role": message.role,
+        "content": content_of(message.role, texts),
+    }
     if calls:
         told_message["tool_calls"] = calls
     if thoughts:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.chat import ChatBody, joint_of
+from kog_triton.server.schemas.chat import ChatBody, content_of
 from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, Many
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -136,23 +136,22 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{i}]"
         kind = item.get("type") or "message"
         if kind == "message":
-            text = _text(item.get("content"), where, joint_of(str(item.get("role"))))
+            texts = _texts(item.get("content"), where)
             if item.get("role") == "assistant":
                 message = assistant()
-                message["content"] = (message["content"] or "") + text
+                message["content"] = (message["content"] or "") + "".join(texts)
             else:
-                role = "system" if item.get("role") == "developer" else item.get("role")
-                found.append({"role": role, "content": text})
+                role = "system" if item.get("role") == "developer" else str(item.get("role"))
+                found.append({"role": role, "content": content_of(role, texts)})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = _text(item.get("output"), where, joint_of("tool"))
+            output = content_of("tool", _texts(item.get("output"), where))
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
-            summary = item.get("content") or item.get("summary") or ""
-            thought = _text(summary, where, joint_of("assistant"))
+            thought = "".join(_texts(item.get("content") or item.get("summary") or "", where))
             if thought:
                 found.append({"role": "assistant", "content": None, "reasoning_content": thought})
         else:
@@ -162,9 +161,9 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _text(content: Any, where: str, joint: str) -> str:
+def _texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise Problem(400, f"{where} has no content", param="input")
     texts = []
@@ -174,7 +173,7 @@ def _text(content: Any, where: str, joint: str) -> str:
         if kind not in PARTS or not isinstance(text, str | None):
             raise Problem(400, f"{where} holds {str(kind)[:40]}: only text is read", param="input")
         texts.append(text or "")
-    return joint.join(texts)
+    return texts
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

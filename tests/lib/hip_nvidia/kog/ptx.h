@@ -31,9 +31,9 @@ constexpr int kWaveThreads = 64, kWaves = kConsumers / kWaveThreads;
 
 KOG_DEVICE int in_wave() { return thread_index() % kWaveThreads; }
 KOG_DEVICE int wave_index() { return thread_index() / kWaveThreads; }
-// What each thread of the warp has loaded is not yet overwritten by another.
+// What each thread that comes here has loaded is not yet overwritten by another. Some come alone (end_step).
 KOG_DEVICE u32 of_wave(u32 v) {
-  sync_warp();
+  __syncwarp(__activemask());
   return v;
 }
 KOG_DEVICE void keep_order() {}
