@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.compile_child import find_nvrtc
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
@@ -20,10 +19,7 @@ from tests.lib.hip_nvidia import HipOnNvidia
 from tests.lib.machine_code import spec_named
 from tests.lib.real_shapes import real_shape
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(find_nvrtc() is None, reason="NVRTC alone compiles the source so"),
-]
+pytestmark = pytest.mark.gpu
 SPECS = {  # positions compared, most that logits may be off
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),
     "laneformer-2b": (spec_named("laneformer-2b"), 60, 0.1),
