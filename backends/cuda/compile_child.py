@@ -48,11 +48,12 @@ def find_nvrtc() -> Any:
 
 
 def load_nvrtc(place: str) -> Any:
+    """NVRTC of this file; OSError if it does not load."""
     library = ctypes.CDLL(place)
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
-    # The library asks for it by name alone, when it first compiles.
+    # NVRTC asks for its built-in functions' library by name alone, when it first compiles.
     beside = Path(place).resolve().parent
-    with suppress(OSError):
+    with suppress(OSError):  # where it lies elsewhere NVRTC finds it, or says that it does not
         version = nvrtc_name(library).removeprefix("nvrtc ")
         ctypes.CDLL(str(beside / f"libnvrtc-builtins.so.{version}"), ctypes.RTLD_GLOBAL)
     return library
@@ -104,7 +105,7 @@ def translate(text: str, source: str, flags: Sequence[str], compiler: str) -> by
         nvrtc = find_nvrtc()
         if nvrtc and (name := nvrtc_name(nvrtc)) != compiler:  # what is kept is kept by its name
             raise Refused(
-                f"{name} is what a new process finds, and {compiler} is loaded in this one"
+                f"a compiler's process finds {name}, and the one that asks {compiler}: leave one of them installed"
             )
         return by_library(nvrtc, NVRTC, text, source, flags)
     if compiler.startswith("nvcc"):
@@ -121,13 +122,14 @@ class Library(NamedTuple):
 
     name: str
     prefix: str
-    code: str  # what it makes
+    code: str  # machine code, by its functions' names
 
 
 NVRTC, HIPRTC = Library("NVRTC", "nvrtc", "CUBIN"), Library("hipRTC", "hiprtc", "Code")
 
 
 def by_library(library: Any, of: Library, text: str, source: str, flags: Sequence[str]) -> bytes:
+    """A text's machine code, by a loaded library; Refused in its words, or if the library is None."""
     if library is None:
         raise Refused(f"lib{of.prefix}.so is not there any more")
 

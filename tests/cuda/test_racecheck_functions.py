@@ -1,7 +1,5 @@
 """Functions of shared accesses, out of the line tables of a small kernel."""
 
-import pytest
-
 from tests.lib import nvrtc
 from tests.lib.machine_code import tool
 from tests.lib.racecheck import functions_in
@@ -28,9 +26,7 @@ extern "C" __global__ void kog_small(unsigned* out) {
 
 
 def test_an_access_has_the_function_whose_line_it_is(tmp_path):
-    library = nvrtc.load()
-    if library is None:
-        pytest.skip("the wheel nvidia-cuda-nvrtc is not there")
+    library = nvrtc.needed()
     (tmp_path / "small.h").write_text(HEADER)
     flags = ("--gpu-architecture=sm_90a", "-lineinfo", f"-I{tmp_path}")
     cubin = tmp_path / "small.cubin"

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from kog_triton.backends.cuda import compile_child
 
 
@@ -19,6 +21,14 @@ def place() -> str:
 def load() -> ctypes.CDLL | None:
     """None if the wheel is not installed."""
     return compile_child.load_nvrtc(place()) if place() else None
+
+
+def needed() -> ctypes.CDLL:
+    """The library; without the wheel, which the extra `test` brings on Linux on x86-64, the test is skipped."""
+    library = load()
+    if library is None:
+        pytest.skip("the wheel nvidia-cuda-nvrtc is not there")
+    return library
 
 
 def version(library: ctypes.CDLL) -> bytes:

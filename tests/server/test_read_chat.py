@@ -108,11 +108,15 @@ def test_texts_of_other_forms_are_a_chat_s_parts_but_an_assistant_s_are_one():
 
 def test_texts_of_input_items_are_a_chat_s_parts_but_an_assistant_s_are_one():
     items = [
+        {
+            "role": "developer",
+            "content": "d",
+        },  # `render` asks the template whether it knows that role
         {"role": "user", "content": BLOCKS},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": t} for t in "xy"]},
         {"role": "assistant", "content": BLOCKS},
         {"type": "function_call_output", "call_id": "1", "output": BLOCKS},
     ]
     said = chat_messages(items)
-    assert [one["content"] for one in said] == [BLOCKS, "ab", BLOCKS]
-    assert said[1]["reasoning_content"] == "xy"
+    assert [one["content"] for one in said] == ["d", BLOCKS, "ab", BLOCKS]
+    assert said[0]["role"] == "developer" and said[2]["reasoning_content"] == "xy"

@@ -61,8 +61,9 @@ def parts_of(content: Any, where: str) -> Any:
     return parts
 
 
-def content_of(role: str, texts: list[str]) -> str | list[dict[str, Any]]:
-    """What a message of another form says: its texts are a chat's parts; an assistant's were one text."""
+def content_of(role: Any, texts: list[str]) -> str | list[dict[str, Any]]:
+    """The content of a message that came in another API's form: its texts become a chat's parts, but those of an
+    assistant one text, as it was made."""
     if role == "assistant" or len(texts) < 2:
         return "".join(texts)
     return [{"type": "text", "text": text} for text in texts]

@@ -141,7 +141,7 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 message = assistant()
                 message["content"] = (message["content"] or "") + "".join(texts)
             else:
-                role = "system" if item.get("role") == "developer" else str(item.get("role"))
+                role = item.get("role")
                 found.append({"role": role, "content": content_of(role, texts)})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}

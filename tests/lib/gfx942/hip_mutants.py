@@ -314,9 +314,8 @@ def expected(case: str, name: str) -> Any:
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
     one, right = walk(case), expected(case, name)
-    made, told = run(
-        one, name, {"steps": hip_requests.most_steps(one.layout.lowering.num_blocks)} | CALM, 1
-    )
+    steps = hip_requests.most_steps(one.layout.lowering.num_blocks)
+    made, told = run(one, name, {"steps": steps} | CALM, 1)
     assert made == right, (case, name, made, right)
     last = one.last
     assert last is not None
@@ -535,7 +534,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="to go on at most")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # what is forked would wait for the others for ever
+    torch.set_num_threads(
+        1
+    )  # a fork has none of OpenMP's threads, and would wait for them for ever
     record = Record.open(args.record, args.case)
     left = try_all(record, args.seeds, args.only, args.minutes, args.jobs)
     survivors = record.survivors()

@@ -20,15 +20,14 @@ NAMES = {"llama": ("greedy", "sampled", "rules", "edits", "masks"), "qwen3": ("g
 RUNS = [(case, name) for case, names in NAMES.items() for name in names if name != "masks"]
 FINISHED = 2  # Outcome.LENGTH
 STOPPED = 1  # Outcome.STOP
-MOST_STEPS = (
-    60_000_000  # instructions on up to eight blocks: three times what the longest request takes
-)
+# Instructions on up to eight blocks: three times what the longest request takes.
+MOST_STEPS = 60_000_000
 # Short contexts that are split over all blocks, and whose many splits are joined in a step of their own.
 SPLIT = plain(2, hidden_size=64, num_kv_heads=1)
 LENGTHS = {"split_least": 4, "merged_length": 16}
 SPLIT_NAMES = ("long prompt", "edits", "sampled")
-# More splits than a warp joins; of columns a block that walks a short context alone has two query heads of it, of two
-# waves. None is without a position, as in contexts of full length.
+# More splits than a warp joins, each with a position, as in a context of full length. In the kernel of columns a block
+# that walks a short context alone has two of its query heads, which two waves share.
 HEADS = plain(1, hidden_size=136, num_heads=18, num_kv_heads=1, head_dim=128)
 HEADS_BLOCKS, HEADS_LENGTHS = 17, {"split_least": 4, "merged_length": 4}
 ASKED = requests.ASKED | {
@@ -38,7 +37,7 @@ ASKED = requests.ASKED | {
 
 
 def most_steps(num_blocks: int) -> int:
-    """Where more blocks wait, waits take more."""
+    """Instructions after which a request on so many blocks has no end: polls of more blocks take more."""
     return MOST_STEPS * -(-num_blocks // 8)
 
 
