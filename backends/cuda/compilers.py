@@ -58,8 +58,8 @@ class Background:
 CORES = len(os.sched_getaffinity(0))
 PROCESSES = Background(CORES if CORES < 6 else CORES - 1)
 
-# The compilers' memory lies in huge pages, and malloc keeps what they give back: a tenth fewer seconds of compilers in a
-# virtual machine (benchmarks/cuda-log.md#early). C libraries other than glibc take no notice of the variable.
+# The compilers' memory lies in huge pages, and malloc keeps what they give back: in a virtual machine that took a tenth
+# off their seconds (benchmarks/cuda-log.md#early). C libraries other than glibc take no notice of the variable.
 MALLOC = (
     "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864"
     ":glibc.malloc.trim_threshold=4294967296:glibc.malloc.mmap_threshold=4294967296"
