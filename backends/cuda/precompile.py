@@ -41,16 +41,20 @@ def precompile(spec: ModelSpec, options: BackendOptions) -> None:
 
 
 def _in_order(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str, str]]:
-    """Headers and sources to begin. An opening waits for early kernels and prompts' alone, which come first
+    """Headers and sources to begin. An opening waits for early kernels and those of prompts; kernels of several
+    requests take longest, and begin ahead of prompts' where at least half of the cores are left to those
     (benchmarks/cuda-log.md#early). Where there are no early ones, as many kernels as leave Python a core, which imports
     meanwhile."""
+    cores = len(os.sched_getaffinity(0))
     early, whole, several = (
         [(render(layout), source) for source, layout in kernels]
         for kernels in _kernels(lowering, options)
     )
     if not early:
-        return [*whole, *several][: max(1, len(os.sched_getaffinity(0)) - 1)]
+        return [*whole, *several][: max(1, cores - 1)]
     prompts = prompt_texts(lowering, ALL) if options.prefill in LIBRARY else []
+    if len(early) + len(several) <= cores // 2:
+        return [*early, *several, *prompts, *whole]
     return [*early, *prompts, *whole, *several]
 
 

@@ -7,10 +7,19 @@ import subprocess
 import pytest
 
 from kog_triton.backends.cuda import jit, kernel_cache
+from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.hip import selftest, toolchain
+from kog_triton.backends.hip.column_layout import lay_out_columns
+from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.toolchain import MI300
 from kog_triton.errors import DeviceError
+from kog_triton.schedule.hip import lower_hip
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
+from tests.lib import nvrtc
 from tests.lib.gfx942.code_object import CodeObject
+from tests.lib.hip_nvidia import Toolchain as OnNvidia
+from tests.lib.ring_walker import f16_spec
 
 CLANG = "clang++-19"
 # What hipRTC and hipcc put before a text declares types and macros; these stand for those whose names are ours too.
@@ -154,3 +163,17 @@ def test_what_hiprtc_says_is_told(machine, monkeypatch):
         DeviceError, match=r"hipRTC refuses the kernel: hiprtcCompileProgram(.|\n)*no-such-flag"
     ):
         code()
+
+
+@pytest.mark.parametrize("source", ["decode", "columns", "stage"])
+def test_nvrtc_compiles_the_source_for_an_nvidia_gpu(source):
+    """Over another seam, for tests/gpu/test_hip_nvidia.py."""
+    library = nvrtc.load()
+    if library is None:
+        pytest.skip("the wheel nvidia-cuda-nvrtc is not there")
+    lowering = lower_hip(build(f16_spec()), GPUS["mi300x"], 8)
+    columns = source == "columns"
+    layout = lay_out_columns(lowering, 64, 2) if columns else lay_out_hip(lowering, 64)
+    text = render(layout) + (toolchain.FOLDER / f"{source}.hip").read_text()
+    cubin = nvrtc.compile_cubin(library, text, OnNvidia().flags_for("sm_90a"))
+    assert cubin.startswith(b"\x7fELF") and f"kog_{source}".encode() in cubin
