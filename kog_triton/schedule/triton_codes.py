@@ -3,7 +3,7 @@
     tile   [tile_rows, stored words] of codes | [tile_rows, groups] scales | likewise zero points
 
 A stored word is `pack` words of 16-bit weights: the codes of as many neighbors along K, the first in the lowest bits.
-Whole numbers are stored from 0 on (int8 plus 128). A group is what shares a scale within one row of a tile; scales and
+Whole numbers have a sign: of 4 bits 8 is taken off, and off their zero points. A group is what shares a scale within one row of a tile; scales and
 zero points are float32, whatever the checkpoint stores.
 """
 
@@ -18,8 +18,6 @@ from kog_triton.schedule.schedule import Op, Schedule, Stage
 
 CODES = (Code.E4M3, Code.INT8, Code.UINT4)
 LEAST_GROUP = 32  # values of K: a thread's codes of one load share a scale
-MANTISSA = 23  # bits of a float32
-SHIFTS = {4: 12, 8: 16}  # bits: what brings the last codes of a word to where the first ones are
 ALIGNED = 4  # words, at which every tile begins
 
 
@@ -41,22 +39,15 @@ class TileCodes:
         return self.code is Code.E4M3
 
     @property
-    def zero(self) -> float:
-        """What a stored whole number is less, beside its zero point."""
-        if self.code is Code.INT8:
-            return 128.0
-        return 0.0 if self.zero_points else 8.0
+    def zero(self) -> int:
+        """What a stored whole number is less than the checkpoint's, and so is its zero point."""
+        return 8 if self.code is Code.UINT4 else 0
 
-    def place(self, number: int) -> tuple[int, int, int, float]:
-        """Of a whole number in its word, to be part of a float32's mantissa: by how many bits the word goes right, the
-        mask then, the bits of a power of two whose last places are where the number is, and that power."""
-        bits = self.code.bits
-        at = number * bits
-        fits = (MANTISSA - bits) // bits * bits  # the highest place
-        down = 0 if at <= fits else SHIFTS[bits]
-        power = MANTISSA - (at - down)
-        mask = ((1 << bits) - 1) << (at - down)
-        return down, mask, (127 + power) << MANTISSA, 2.0**power
+    @property
+    def lift(self) -> int:
+        """How many times as large as a stored whole number the byte is that the kernel multiplies: 4 bits stand high
+        in it."""
+        return 16 if self.pack == 4 else 1
 
     def groups(self, width: int) -> int:
         """Of one row of a tile of `width` words of 16-bit weights."""
@@ -105,9 +96,8 @@ def pack_codes(
     """
     stored, *beside = values
     count = stored.shape[0]
-    if codes.code is Code.INT8:
-        stored = stored ^ 0x80
     if codes.pack == 4:
+        stored = stored ^ codes.zero  # less 8, in 4 bits
         stored = stored[..., 0::2] | stored[..., 1::2] << 4
     parts = [stored.reshape(count, -1), *(part.reshape(count, -1) for part in beside)]
     size = sum(part.shape[1] for part in parts)

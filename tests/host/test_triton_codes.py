@@ -37,10 +37,11 @@ CASES = {
 
 def value_of_code(code, stored, zero):
     """Of stored codes less `zero`, in float32."""
-    if code is not Code.E4M3:
-        return stored.astype(np.float32) - zero
-    bits = (stored.astype(np.uint32) << 24).view(np.int32) >> 4
-    return (bits & -0x78100000).view(np.float32) * np.float32(2.0**120)
+    if code is Code.E4M3:
+        bits = (stored.astype(np.uint32) << 24).view(np.int32) >> 4
+        return (bits & -0x78100000).view(np.float32) * np.float32(2.0**120)
+    signed = stored.astype(np.int8) if code is Code.INT8 else (stored.astype(np.int8) ^ 8) - 8
+    return signed.astype(np.float32) - zero
 
 
 def rows_of(t, packed, group):
@@ -58,7 +59,7 @@ def rows_of(t, packed, group):
             stored = stored >> (bits * np.arange(32 // bits, dtype=np.uint32)) & ((1 << bits) - 1)
             beside = words[t.tile_rows * width :].view(np.float32)[: 2 * t.tile_rows * count]
             scales = beside[: t.tile_rows * count].reshape(t.tile_rows, count)
-            zero = np.full_like(scales, codes.zero)
+            zero = np.zeros_like(scales)
             if codes.zero_points:
                 zero += beside[t.tile_rows * count :].reshape(t.tile_rows, count)
             stored = stored.reshape(t.tile_rows, count, -1)

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+import triton
+import triton.language as tl
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -12,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.backends.triton.kernel import codes
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
 from kog_triton.schedule.triton_codes import TileCodes
 from tests.lib.narrow_stages import STAGES
@@ -53,14 +56,16 @@ def test_requests_take_turns_whose_prompts_go_a_token_at_a_time_or_by_the_librar
         assert logits[len(request.prompt) - 1 :].argmax(-1).tolist() == said[-2:]
 
 
+@triton.jit
+def even_codes(w, HALF: tl.constexpr, T: tl.constexpr):
+    return (w << 4) & -0x0F0F0F10
+
+
 FAULTS = {
-    "codes less 7": ("zero", property(lambda codes: 7.0)),
-    "the last codes of a word as the first": (
-        "place",
-        lambda codes, number: PLACE(codes, number % 4),
-    ),
+    "codes as large as their bytes": (TileCodes, "lift", 1),
+    "the odd codes of a word as the even ones": (codes, "codes_in", even_codes),
+    "operands of half a byte more": (codes, "ROUNDER", tl.constexpr(1.5 * 2**23)),
 }
-PLACE = TileCodes.place
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -68,6 +73,6 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
     weights = weights_of("int4 g32")
     ours = InterpretedBackend(weights, BackendOptions())
     reference = ReferenceBackend(weights, BackendOptions())
-    monkeypatch.setattr(TileCodes, *FAULTS[fault])
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
         assert_near(ours, reference, "o_proj")

@@ -22,7 +22,9 @@ def pack_narrow_tiles(stage: Stage, t: StageTiles, group: int, parts: Sequence[N
     codes = torch.cat([_matrix(part.codes.view(torch.uint8)) for part in parts])
     beside = [[part.scale_values() for part in parts]]
     if t.codes.zero_points:
-        beside.append([part.offsets.float() for part in parts if part.offsets is not None])
+        beside.append(
+            [part.offsets.float() - t.codes.zero for part in parts if part.offsets is not None]
+        )
     by_row = [
         torch.cat([_matrix(_by_row(part, v)) for part, v in zip(parts, values, strict=True)])
         for values in beside
@@ -71,10 +73,10 @@ def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
     """Of words [..., n], float32 [..., codes of them], but for zero points."""
     if codes.is_e4m3:
         return stored.view(torch.float8_e4m3fn).float()
-    bytes_ = stored.view(torch.uint8)
-    if codes.pack == 4:
-        bytes_ = torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
-    return bytes_.float() - codes.zero
+    if codes.pack == 2:
+        return stored.view(torch.int8).float()
+    bytes_ = stored.view(torch.int8)
+    return torch.stack([bytes_ << 4 >> 4, bytes_ >> 4], -1).flatten(-2).float()
 
 
 def _matrix(values: Tensor) -> Tensor:

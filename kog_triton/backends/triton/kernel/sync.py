@@ -114,15 +114,62 @@ def pin(x, S: tl.constexpr):
 
 
 @triton.jit
-def picked(w, MASK: tl.constexpr, BASE: tl.constexpr, S: tl.constexpr):
-    """w & MASK | BASE. Of two known numbers NVIDIA's compiler makes two instructions, unless told."""
+def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
+    """Four of the eight bytes of a and b, numbered from a's lowest; SELECT has the number of the lowest last."""
     if S.vendor == "nvidia":
-        mask, base = tl.full((1, 1, 1), MASK, tl.int32), tl.full((1, 1, 1), BASE, tl.int32)
+        select = tl.full((1, 1), SELECT, tl.int32)
         return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [w, mask, base], tl.int32, True, 1
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, select], tl.int32, True, 1
         )
     else:
-        return (w & MASK) | BASE
+        word = tl.zeros_like(a)
+        for i in tl.static_range(4):
+            NUMBER: tl.constexpr = SELECT >> (4 * i) & 7
+            source = a if NUMBER < 4 else b
+            word |= (source >> (8 * (NUMBER % 4)) & 255) << (8 * i)
+        return word
+
+
+@triton.jit
+def dot4(a, b, total, S: tl.constexpr):
+    """total + the products of the words' four signed bytes, int32."""
+    if S.vendor == "nvidia":
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], tl.int32, True, 1
+        )
+    elif S.vendor == "amd":
+        # Wait states behind a dot product, which LLVM does not put around assembly (gfx90a, gfx942).
+        DOT: tl.constexpr = (
+            "v_dot4_i32_iu8 $0, $1, $2, $3 neg_lo:[1,1,0]"
+            if is_rdna()
+            else "v_dot4_i32_i8 $0, $1, $2, $3\ns_nop 2"
+        )
+        return tl.inline_asm_elementwise(DOT, "=v,v,v,v", [a, b, total], tl.int32, True, 1)
+    else:
+        for i in tl.static_range(4):
+            total += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+        return total
+
+
+@triton.constexpr_function
+def converts_e4m3(S):
+    """Whether there is an instruction from E4M3 to float16."""
+    target = current_target()
+    return S.vendor == "nvidia" and target is not None and target.arch >= 89
+
+
+@triton.jit
+def e4m3_as_f16(w):
+    """The first two and the last two of each word's four codes, as words of two float16 values."""
+    return tl.inline_asm_elementwise(
+        "{\n.reg .b16 first, last;\nmov.b32 {first, last}, $2;\n"
+        "cvt.rn.f16x2.e4m3x2 $0, first;\ncvt.rn.f16x2.e4m3x2 $1, last;\n}",
+        "=r,=r,r",
+        [w],
+        (tl.int32, tl.int32),
+        True,
+        1,
+    )
 
 
 @triton.jit
