@@ -18,7 +18,7 @@ from kog_triton.schedule import exchanges as ex
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
-from kog_triton.schedule.triton_codes import TileCodes, tile_codes, unreadable_codes
+from kog_triton.schedule.triton_codes import TileCodes, TileShape, tile_codes, unreadable_codes
 from kog_triton.schedule.triton_exchanges import arena_exchanges, decode_kernel, prompt_kernel
 
 # From this width on the words of x take registers that a large tile wants (topology.SIZES has the measurement).
@@ -92,6 +92,13 @@ class StageTiles:
         if self.codes:
             return self.codes.words(self.tile_rows, self.widths[k])
         return self.tile_rows * self.widths[k]
+
+    def tile_shape(self, k: int, warps: int) -> TileShape:
+        """Of a tile of codes, for a block of so many warps."""
+        words = self.stored_width(k)
+        wide = min(words, LINE)
+        size = self.tile_words(k)
+        return TileShape(self.tile_rows, min(self.tile_rows, warps), words // wide, wide // 4, size)
 
     @property
     def k_tiles(self) -> int:

@@ -1,10 +1,11 @@
 """Narrow weights in the Triton lowering: how the codes of one tile lie, and its scales behind them.
 
-    tile   [tile_rows, stored words] of codes | [tile_rows, groups] scales | likewise zero points
+    tile   [tile_rows, lines, threads, 4] words of codes | [warps, groups, rows of each] scales | likewise zero points
 
-A stored word is `pack` words of 16-bit weights: the codes of as many neighbors along K, the first in the lowest bits.
-Whole numbers have a sign: of 4 bits 8 is taken off, and off their zero points. A group is what shares a scale within one row of a tile; scales and
-zero points are float32, whatever the checkpoint stores.
+A stored word is `pack` words of 16-bit weights: the codes of as many neighbors along K, the first in the lowest bits. A
+thread reads four words of each line of a row, which are a run of K: [threads, lines, 4] in its order. Rows go to warps
+in turns. Whole numbers have a sign: of 4 bits 8 is taken off, and off their zero points. A group is what shares a scale
+within one row of a tile; scales and zero points are float32, whatever the checkpoint stores.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,18 @@ from kog_triton.schedule.schedule import Op, Schedule, Stage
 CODES = (Code.E4M3, Code.INT8, Code.UINT4)
 LEAST_GROUP = 32  # values of K: a thread's codes of one load share a scale
 ALIGNED = 4  # words, at which every tile begins
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a tile of codes is read: rows, of which `warps` have each one or some; lines of a row; threads of a line;
+    words in all, what fills the tile up too."""
+
+    rows: int
+    warps: int
+    lines: int
+    threads: int
+    words: int
 
 
 @dataclass(frozen=True)
@@ -88,18 +101,36 @@ def unreadable_codes(schedule: Schedule) -> str:
 
 
 def pack_codes(
-    codes: TileCodes, values: Any, rows: int, width: int, join: Callable[[list[Any]], Any]
+    codes: TileCodes, values: Any, shape: TileShape, join: Callable[[list[Any]], Any]
 ) -> Any:
     """A tile's bytes [n, words of it * 4], uint8, of `values`: codes, scales and zero points of n tiles.
 
-    codes   [n, rows, 2 * width] uint8     scales, zero points   [n, rows, groups * 4], float32 as bytes
+    codes   [n, rows, values of a row] uint8     scales, zero points   [n, rows, groups * 4], float32 as bytes
     """
     stored, *beside = values
     count = stored.shape[0]
     if codes.pack == 4:
         stored = stored ^ codes.zero  # less 8, in 4 bits
         stored = stored[..., 0::2] | stored[..., 1::2] << 4
-    parts = [stored.reshape(count, -1), *(part.reshape(count, -1) for part in beside)]
+    runs = stored.reshape(count, shape.rows, shape.threads, shape.lines, 16)
+    parts = [runs.swapaxes(2, 3).reshape(count, -1)]
+    for of_rows in beside:
+        by_warp = of_rows.reshape(count, shape.rows // shape.warps, shape.warps, -1, 4)
+        parts.append(by_warp.swapaxes(1, 2).swapaxes(2, 3).reshape(count, -1))
     size = sum(part.shape[1] for part in parts)
-    rest = 4 * codes.words(rows, width) - size
+    rest = 4 * shape.words - size
     return join([*parts, parts[0][:, :1].repeat(1, rest)] if rest else parts)
+
+
+def unpack_codes(codes: TileCodes, stored: Any, shape: TileShape, groups: int) -> list[Any]:
+    """Codes, scales and zero points as `pack_codes` laid them out: of tiles' words [n, words] as bytes, codes
+    [n, rows, bytes of a row], still `pack`ed, and the others [n, rows, groups, 4]."""
+    count, size = stored.shape[0], 16 * shape.rows * shape.threads * shape.lines
+    runs = stored[:, :size].reshape(count, shape.rows, shape.lines, shape.threads, 16)
+    parts = [runs.swapaxes(2, 3).reshape(count, shape.rows, -1)]
+    for _ in range(2 if codes.zero_points else 1):
+        end = size + 4 * shape.rows * groups
+        by_warp = stored[:, size:end].reshape(count, shape.warps, groups, -1, 4)
+        parts.append(by_warp.swapaxes(2, 3).swapaxes(1, 2).reshape(count, shape.rows, groups, 4))
+        size = end
+    return parts

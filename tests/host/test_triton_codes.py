@@ -44,7 +44,7 @@ def value_of_code(code, stored, zero):
     return signed.astype(np.float32) - zero
 
 
-def rows_of(t, packed, group):
+def rows_of(t, packed, group, warps):
     """[rows dealt out, values of K] of all blocks' tiles, where `begins`, `place` and `tile_words` say they are."""
     codes, bits = t.codes, t.codes.code.bits
     out = np.zeros((group, t.units, t.tile_rows, 2 * t.row_words), np.float32)
@@ -55,13 +55,21 @@ def rows_of(t, packed, group):
             at = group * (first + unit * step) + block * t.tile_words(k)
             words = packed[at : at + t.tile_words(k)]
             width, count = t.stored_width(k), codes.groups(t.widths[k])
-            stored = words[: t.tile_rows * width].reshape(t.tile_rows, width, 1).view(np.uint32)
+            stored = np.zeros((t.tile_rows, width), np.int32)
+            scales, zero = np.zeros((2, t.tile_rows, count), np.float32)
+            beside, wide = words[t.tile_rows * width :].view(np.float32), min(width, 128)
+            each = max(1, t.tile_rows // warps)  # rows of a warp
+            for row in range(t.tile_rows):
+                for word in range(width):  # a thread's run of K is four words of each line
+                    thread, line = divmod(word // 4, width // wide)
+                    stored[row, word] = words[row * width + line * wide + thread * 4 + word % 4]
+                for n in range(count):
+                    place = (row % min(t.tile_rows, warps) * count + n) * each + row // warps
+                    scales[row, n] = beside[place]
+                    if codes.zero_points:
+                        zero[row, n] = beside[t.tile_rows * count + place]
+            stored = stored.view(np.uint32)[..., None]
             stored = stored >> (bits * np.arange(32 // bits, dtype=np.uint32)) & ((1 << bits) - 1)
-            beside = words[t.tile_rows * width :].view(np.float32)[: 2 * t.tile_rows * count]
-            scales = beside[: t.tile_rows * count].reshape(t.tile_rows, count)
-            zero = np.zeros_like(scales)
-            if codes.zero_points:
-                zero += beside[t.tile_rows * count :].reshape(t.tile_rows, count)
             stored = stored.reshape(t.tile_rows, count, -1)
             values = value_of_code(codes.code, stored, zero[..., None]) * scales[..., None]
             begin = 2 * t.first_word(k)
@@ -77,17 +85,20 @@ def test_tiles_hold_the_checkpoints_values_bit_for_bit(case):
     schedule = build(spec)
     tiles = lower_tiles(schedule, 5, 64)
     assert tiles.is_narrow and not tiles.head_alike
+    warps = tiles.sizes.warps
     for stage, t in zip(layer_matrices(schedule), tiles.stages, strict=False):
         parts = [source.narrow(canonical(stage, w, 0)) for w in stage.weights]
-        packed = pack_narrow_tiles(stage, t, tiles.group, parts).numpy()
+        packed = pack_narrow_tiles(stage, t, warps, tiles.group, parts).numpy()
         assert packed.size == tiles.group * t.words
         want = torch.cat([part.unpack().reshape(part.shape[-2:]) for part in parts]).numpy()
         if stage.epilogue is Epilogue.SILU_MUL:
             want = want[row_order(stage, stage.rows)]
-        got = rows_of(t, packed, tiles.group)
+        got = rows_of(t, packed, tiles.group, warps)
         assert np.array_equal(got[: t.rows, : t.cols], want), stage.name
         half = torch.from_numpy(want).to(torch.bfloat16)
-        unpacked = unpack_narrow_tiles(t, tiles.group, torch.from_numpy(packed), torch.bfloat16)
+        unpacked = unpack_narrow_tiles(
+            t, warps, tiles.group, torch.from_numpy(packed), torch.bfloat16
+        )
         assert torch.equal(unpacked[0], half), stage.name
         assert not got[t.rows :].any() and not got[:, t.cols :].any()
 

@@ -152,7 +152,9 @@ def _pack(
             if tiling.codes is not None:
                 one = [narrow(canonical(stage, w, layer)) for w in stage.weights]
                 _place(
-                    arena, base + tiling.offset, pack_narrow_tiles(stage, tiling, tiles.group, one)
+                    arena,
+                    base + tiling.offset,
+                    pack_narrow_tiles(stage, tiling, tiles.sizes.warps, tiles.group, one),
                 )
                 continue
             parts = [

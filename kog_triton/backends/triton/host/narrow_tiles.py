@@ -10,13 +10,15 @@ from kog_triton.schedule.lowering import row_order
 from kog_triton.schedule.narrow_packing import scales_by_row
 from kog_triton.schedule.schedule import Epilogue, Stage
 from kog_triton.schedule.triton import StageTiles
-from kog_triton.schedule.triton_codes import TileCodes, pack_codes
+from kog_triton.schedule.triton_codes import TileCodes, pack_codes, unpack_codes
 from kog_triton.schedule.triton_packing import tiles_of
 
 Tensor = torch.Tensor
 
 
-def pack_narrow_tiles(stage: Stage, t: StageTiles, group: int, parts: Sequence[Narrow]) -> Tensor:
+def pack_narrow_tiles(
+    stage: Stage, t: StageTiles, warps: int, group: int, parts: Sequence[Narrow]
+) -> Tensor:
     """All blocks' tiles of one stage, int32 [words of all]; `parts` are the matrices that the stage stacks."""
     assert t.codes
     codes = torch.cat([_matrix(part.codes.view(torch.uint8)) for part in parts])
@@ -44,25 +46,26 @@ def pack_narrow_tiles(stage: Stage, t: StageTiles, group: int, parts: Sequence[N
             *(_of_tile(t, k, v, shape) for v in by_row),
         ]
         ordered = [v.transpose(0, 1).flatten(0, 1) for v in values]  # units, then blocks
-        stored = pack_codes(t.codes, ordered, t.tile_rows, width, partial(torch.cat, dim=1))
+        stored = pack_codes(t.codes, ordered, t.tile_shape(k, warps), partial(torch.cat, dim=1))
         tiles.copy_(stored.view(tiles.shape))
     return packed.reshape(-1).view(torch.int32)
 
 
-def unpack_narrow_tiles(t: StageTiles, group: int, packed: Tensor, dtype: torch.dtype) -> Tensor:
+def unpack_narrow_tiles(
+    t: StageTiles, warps: int, group: int, packed: Tensor, dtype: torch.dtype
+) -> Tensor:
     """What `pack_narrow_tiles`' words stand for, [1, rows, cols], rounded once; rows as they are dealt out."""
     assert t.codes
     padded = packed.new_empty(group, t.units, t.tile_rows, 2 * t.row_words, dtype=dtype)
     for k, tiles in tiles_of(t, group, packed[:, None]):
-        words = tiles.view(t.units, group, t.tile_words(k))
-        size, count = t.tile_rows * t.stored_width(k), t.codes.groups(t.widths[k])
+        stored = tiles.reshape(t.units * group, -1).view(torch.uint8)
+        count = t.codes.groups(t.widths[k])
+        codes, *beside = unpack_codes(t.codes, stored, t.tile_shape(k, warps), count)
         shape = (t.units, group, t.tile_rows, count, -1)
-        stored = words[..., :size].contiguous()
-        values = code_values(t.codes, stored).view(shape)
-        beside = words[..., size:].view(torch.float32)[..., : 2 * t.tile_rows * count]
-        scales = beside[..., : t.tile_rows * count].reshape(*shape[:-1], 1)
-        if t.codes.zero_points:
-            values -= beside[..., t.tile_rows * count :].reshape(*shape[:-1], 1)
+        values = code_values(t.codes, codes.contiguous()).view(shape)
+        scales, *zeros = (v.contiguous().view(torch.float32).view(shape) for v in beside)
+        if zeros:
+            values -= zeros[0]
         values *= scales
         begin = 2 * t.first_word(k)
         padded[..., begin : begin + 2 * t.widths[k]] = values.flatten(3).transpose(0, 1)
@@ -70,7 +73,7 @@ def unpack_narrow_tiles(t: StageTiles, group: int, packed: Tensor, dtype: torch.
 
 
 def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
-    """Of words [..., n], float32 [..., codes of them], but for zero points."""
+    """Of bytes [..., n], float32 [..., codes of them], but for zero points."""
     if codes.is_e4m3:
         return stored.view(torch.float8_e4m3fn).float()
     if codes.pack == 2:

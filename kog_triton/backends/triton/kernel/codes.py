@@ -50,20 +50,45 @@ def e4m3_values(w, S: tl.constexpr):
         return values
 
 
+@triton.constexpr_function
+def shape_of(T, K):
+    """Lines of a row of tile K's stored words, and threads that each read four words of a line."""
+    words = T.stored_width(K)
+    wide = min(words, LINE.value)
+    return words // wide, wide // 4
+
+
+@triton.constexpr_function
+def sets_of(T, K):
+    """Groups that a thread's codes of a row are of."""
+    return max(1, T.codes.groups(T.widths[K]) // shape_of(T, K)[1])
+
+
 @triton.jit
 def load_beside(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
-    """Scales or zero points of a tile, for every four stored words; `ptr` is where the tile has them."""
-    WORDS: tl.constexpr = T.stored_width(K)
-    WIDE: tl.constexpr = min(WORDS, LINE)
+    """Scales or zero points of a tile, of each row and thread: a dimension of its own, AXIS, has as many as `sets_of`.
+
+    `ptr` is where the tile has them. A warp's rows lie side by side: as few loads as can be, since each that is on its
+    way beside the codes costs 0.3 us a tile (benchmarks/triton-log.md#scales).
+    """
+    SHAPE: tl.constexpr = shape_of(T, K)
     GROUPS: tl.constexpr = T.codes.groups(T.widths[K])
-    EACH: tl.constexpr = WORDS // GROUPS  # that share one of them
-    r, c, t = tl.arange(0, T.tile_rows), tl.arange(0, WORDS // WIDE), tl.arange(0, WIDE // 4)
-    if AXIS == 1:
-        word = c[None, :, None] * WIDE + 4 * t[None, None, :]
-        return tl.load(ptr + (r[:, None, None] * GROUPS + word // EACH))
+    SETS: tl.constexpr = sets_of(T, K)
+    WARPS: tl.constexpr = min(T.tile_rows, S.sizes.warps)
+    EACH: tl.constexpr = T.tile_rows // WARPS  # rows of a warp
+    row, warp, t = tl.arange(0, EACH), tl.arange(0, WARPS), tl.arange(0, SHAPE[1])
+    group = t * GROUPS // SHAPE[1]
+    if SETS == 1:
+        at = (warp[None, :, None] * GROUPS + group[None, None, :]) * EACH + row[:, None, None]
+        return tl.expand_dims(tl.reshape(tl.load(ptr + at), (T.tile_rows, SHAPE[1])), AXIS)
     else:
-        word = c[:, None, None] * WIDE + 4 * t[None, None, :]
-        return tl.load(ptr + (r[None, :, None] * GROUPS + word // EACH))
+        group = group[None, None, None, :] + tl.arange(0, SETS)[None, None, :, None]
+        at = (warp[None, :, None, None] * GROUPS + group) * EACH + row[:, None, None, None]
+        values = tl.reshape(tl.load(ptr + at), (T.tile_rows, SETS, SHAPE[1]))
+        if AXIS == 1:
+            return values
+        else:
+            return tl.trans(values, (1, 0, 2))
 
 
 @triton.jit
@@ -78,57 +103,54 @@ def with_scales(w, ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS:
         return tile
 
 
-@triton.jit
-def by_fours(w):
-    """The last dimension as fours of neighbors, which a thread has."""
-    if len(w.shape) == 2:
-        return tl.reshape(w, (w.shape[0], w.shape[1] // 4, 4))
-    else:
-        return tl.reshape(w, (w.shape[0], w.shape[1], w.shape[2] // 4, 4))
+# ---- operands: a thread's are a run of K, those of its four words of a line, then of the next line ----
 
 
 @triton.jit
-def for_each(v, SHAPE: tl.constexpr):
-    """What belongs to fours, for each of them."""
-    return tl.reshape(tl.broadcast_to(tl.expand_dims(v, len(v.shape)), v.shape + (4,)), SHAPE)
+def in_lines(x, LINES: tl.constexpr):
+    """[threads, words of a run] as lines of words."""
+    apart = tl.trans(tl.reshape(x, (x.shape[0], LINES, 4)), (1, 0, 2))
+    return tl.reshape(apart, (LINES, x.shape[0] * 4))
 
 
 @triton.jit
-def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
-    """Operands x of tile K as a tuple: those that meet the first two codes of each stored word, the next two, and so
-    on, each in a layout that it keeps; of whole numbers as `whole_numbers`."""
-    WORDS: tl.constexpr = T.stored_width(K)
-    WIDE: tl.constexpr = min(WORDS, LINE)
+def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+    """Operands x of tile K as a tuple: those that meet the first two codes of each stored word, then the next two, each
+    in a layout that it keeps; of whole numbers as `whole_numbers`."""
+    SHAPE: tl.constexpr = shape_of(T, K)
     if T.pack == 2:
-        parts = tl.split(tl.reshape(x, (WORDS // WIDE, WIDE, 2)))
+        parts = tl.split(tl.reshape(x, (SHAPE[1], 4 * SHAPE[0], 2)))
     else:
-        even, odd = tl.split(tl.reshape(x, (WORDS // WIDE, WIDE, 2, 2)))
+        even, odd = tl.split(tl.reshape(x, (SHAPE[1], 4 * SHAPE[0], 2, 2)))
         a, c = tl.split(even)
         b, d = tl.split(odd)
         parts = (a, b, c, d)
     if T.codes.is_e4m3:
-        return pin(parts[0], S), pin(parts[1], S)
+        return pin(in_lines(parts[0], SHAPE[0]), S), pin(in_lines(parts[1], SHAPE[0]), S)
     else:
-        return whole_numbers(parts, S, T)
+        return whole_numbers(parts, S, T, K, PARTS)
 
 
 @triton.jit
-def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr):
-    """Operands as bytes: for each word of codes in a stored one (`codes_in`) h and l; then, of every four stored words,
-    the unit of what they sum up to; then, for zero points, the operands' sum."""
+def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+    """Operands as bytes: for each word of codes in a stored one (`codes_in`) h and l, as lines; then a thread's unit of
+    what they sum up to; then, for zero points, the sums of operands that meet what is summed up (`sums_of_lines`)."""
     PACK: tl.constexpr = T.pack
-    largest = tl.zeros_like(parts[0])  # bits of floats without a sign: a NaN's are more than any other's
+    SHAPE: tl.constexpr = shape_of(T, K)
+    largest = tl.zeros_like(
+        parts[0]
+    )  # bits of floats without a sign: a NaN's are more than any other's
     for i in tl.static_range(PACK):
         both = tl.maximum(
             tl.abs(low(parts[i], S)).to(tl.int32, bitcast=True),
             tl.abs(high(parts[i], S)).to(tl.int32, bitcast=True),
         )
         largest = tl.maximum(largest, both)
-    largest = tl.max(by_fours(largest), axis=2).to(tl.float32, bitcast=True)
+    largest = tl.max(largest, axis=1).to(tl.float32, bitcast=True)
     largest = tl.where(largest < LEAST, LEAST, largest)
-    inverse = for_each(1.0 / largest * LARGEST, parts[0].shape)
+    inverse = tl.expand_dims(1.0 / largest * LARGEST, 1)
     xs = ()
-    sum_h, sum_l = tl.zeros_like(parts[0]), tl.zeros_like(parts[0])
+    total = tl.zeros_like(parts[0])
     ones = tl.full(parts[0].shape, ONE_EACH, tl.int32)
     for half in tl.static_range(PACK // 2):
         if PACK == 2:
@@ -142,16 +164,20 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr):
         for n in tl.static_range(4):
             us = us + ((vs[n] * inverse + ROUNDER).to(tl.int32, bitcast=True),)
         first, second = bytes_of(us[0], us[1], 0x5140, S), bytes_of(us[2], us[3], 0x5140, S)
-        h = pin(bytes_of(first, second, 0x7632, S), S)
-        l = pin(bytes_of(first, second, 0x5410, S) ^ SIGN_EACH, S)
-        xs = xs + (h, l)
-        sum_h, sum_l = dot4(ones, h, sum_h, S), dot4(ones, l, sum_l, S)
+        highs = bytes_of(first, second, 0x7632, S)
+        lows = bytes_of(first, second, 0x5410, S) ^ SIGN_EACH
+        xs = xs + (pin(in_lines(highs, SHAPE[0]), S), pin(in_lines(lows, SHAPE[0]), S))
+        total = dot4(ones, lows, dot4(ones, highs, tl.zeros_like(highs), S) * 256 + total, S)
     unit = pin((largest / (LARGEST * T.codes.lift)).to(tl.int32, bitcast=True), S)
     if T.codes.zero_points:
-        total = tl.sum(by_fours((sum_h << 8) + sum_l), axis=2).to(tl.float32) * T.codes.lift
-        return xs + (unit, pin(total.to(tl.int32, bitcast=True), S))
+        sums = tl.trans(tl.sum(tl.reshape(total, (SHAPE[1], SHAPE[0], 4)), axis=2))
+        sums = sums_of_lines(tl.expand_dims(sums, 1), T, K, 0, PARTS).to(tl.float32) * T.codes.lift
+        return xs + (unit, pin(sums.to(tl.int32, bitcast=True), S))
     else:
         return xs + (unit,)
+
+
+# ---- a tile times them ----
 
 
 @triton.jit
@@ -166,29 +192,73 @@ def codes_in(w, HALF: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr):
-    """A tile times operands `parts_of`: of every four stored words of a row, times their scale."""
+def sums_of_lines(t, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr):
+    """t, whose dimension AXIS is lines, with one for each of PARTS; as it is where groups end within a thread's run."""
+    if sets_of(T, K) > 1:
+        return t
+    elif PARTS == 1:
+        return tl.expand_dims(tl.sum(t, axis=AXIS), AXIS)
+    elif AXIS == 1:
+        return tl.sum(tl.reshape(t, (t.shape[0], t.shape[1] // PARTS, PARTS, t.shape[2])), axis=1)
+    else:
+        return tl.sum(tl.reshape(t, (t.shape[0] // PARTS, PARTS, t.shape[1], t.shape[2])), axis=0)
+
+
+@triton.jit
+def for_lines(beside, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
+    """Scales or zero points of `load_beside` as float32, for what `sums_of_lines` leaves."""
+    v = beside.to(tl.float32, bitcast=True)
+    SETS: tl.constexpr = sets_of(T, K)
+    LINES: tl.constexpr = shape_of(T, K)[0]
+    if SETS == 1:
+        return v
+    elif AXIS == 1:
+        each = tl.expand_dims(v, 2)
+        each = tl.broadcast_to(each, (v.shape[0], SETS, LINES // SETS, v.shape[2]))
+        return tl.reshape(each, (v.shape[0], LINES, v.shape[2]))
+    else:
+        each = tl.expand_dims(v, 1)
+        each = tl.broadcast_to(each, (SETS, LINES // SETS, v.shape[1], v.shape[2]))
+        return tl.reshape(each, (LINES, v.shape[1], v.shape[2]))
+
+
+@triton.jit
+def sums_of_codes(
+    tile,
+    xs,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    AXIS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A tile K times operands `parts_of`, scaled: of each row and thread, for each of PARTS or of the lines."""
     w = tile[0]
     PACK: tl.constexpr = T.pack
+    FOURS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
+    scale = for_lines(tile[1], T, K, AXIS)
     if T.codes.is_e4m3:
-        SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
+        EIGHTS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
         total = tl.zeros((w.shape[0], w.shape[1], w.shape[2] // 4), tl.float32)
         values = e4m3_values(w, S)
         for i in tl.static_range(PACK):
             x = tl.expand_dims(xs[i], 1 - AXIS)
             both = tl.join(values[2 * i] * low(x, S), values[2 * i + 1] * high(x, S))
-            total += tl.sum(tl.reshape(both, SHAPE), axis=3)
-        return total * tile[1].to(tl.float32, bitcast=True)
+            total += tl.sum(tl.reshape(both, EIGHTS), axis=3)
+        return sums_of_lines(total, T, K, AXIS, PARTS) * scale
     else:
         sum_h, sum_l = tl.zeros_like(w), tl.zeros_like(w)
         for half in tl.static_range(PACK // 2):
             codes = codes_in(w, half, T)
             sum_h = dot4(codes, tl.expand_dims(xs[2 * half], 1 - AXIS), sum_h, S)
             sum_l = dot4(codes, tl.expand_dims(xs[2 * half + 1], 1 - AXIS), sum_l, S)
-        total = (tl.sum(by_fours(sum_h), axis=3) << 8) + tl.sum(by_fours(sum_l), axis=3)
-        total = total.to(tl.float32)
-        unit = tl.expand_dims(xs[PACK], 1 - AXIS).to(tl.float32, bitcast=True)
+        sum_h = sums_of_lines(tl.sum(tl.reshape(sum_h, FOURS), axis=3), T, K, AXIS, PARTS)
+        sum_l = sums_of_lines(tl.sum(tl.reshape(sum_l, FOURS), axis=3), T, K, AXIS, PARTS)
+        total = ((sum_h << 8) + sum_l).to(tl.float32)
+        unit = tl.expand_dims(tl.expand_dims(xs[PACK], 0), 0).to(tl.float32, bitcast=True)
         if T.codes.zero_points:
-            of_operands = tl.expand_dims(xs[PACK + 1], 1 - AXIS).to(tl.float32, bitcast=True)
-            total -= tile[2].to(tl.float32, bitcast=True) * of_operands
-        return total * (tile[1].to(tl.float32, bitcast=True) * unit)
+            of_operands = xs[PACK + 1]
+            if AXIS == 1:
+                of_operands = tl.trans(of_operands, (1, 0, 2))
+            total -= for_lines(tile[2], T, K, AXIS) * of_operands.to(tl.float32, bitcast=True)
+        return total * (scale * unit)

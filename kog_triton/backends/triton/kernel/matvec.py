@@ -197,7 +197,7 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
     T: tl.constexpr = S.stages[STAGE]
     if T.is_narrow:
-        sums = sums_of_codes(w, x, S, T, LINES_AXIS)
+        sums = sums_of_codes(w, x, S, T, K, LINES_AXIS, PARTS)
     else:
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
@@ -254,7 +254,7 @@ def kept(x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Words x that meet tile K, in the layout that they keep; of narrow weights a tuple (codes.py)."""
     T: tl.constexpr = S.stages[STAGE]  # a value of Triton's own: 3.6 takes no other as an argument
     if T.is_narrow:
-        return parts_of(x, S, T, K)
+        return parts_of(x, S, T, K, split_lines(S, STAGE, K))
     else:
         return pin(x, S)
 
