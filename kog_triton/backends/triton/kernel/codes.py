@@ -16,12 +16,12 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     bytes_of,
+    converted_e4m3,
     converts_e4m3,
     dot4,
-    e4m3_as_f16,
     pin,
 )
-from kog_triton.backends.triton.kernel.words import LINE, f16_high, f16_low, high, low
+from kog_triton.backends.triton.kernel.words import LINE, high, low
 
 E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
 # Sign, exponent and mantissa as a float32 has them: 0x87f00000.
@@ -40,8 +40,7 @@ HIGH_FOUR: tl.constexpr = tl.constexpr(-0x0F0F0F10)  # the four highest
 def e4m3_values(w, S: tl.constexpr):
     """The four E4M3 codes of each word, float32."""
     if converts_e4m3(S):
-        first, second = e4m3_as_f16(w)
-        return f16_low(first), f16_high(first), f16_low(second), f16_high(second)
+        return converted_e4m3(w)
     else:
         values = ()
         for i in tl.static_range(4):

@@ -159,14 +159,17 @@ def converts_e4m3(S):
 
 
 @triton.jit
-def e4m3_as_f16(w):
-    """The first two and the last two of each word's four codes, as words of two float16 values."""
+def converted_e4m3(w):
+    """The four E4M3 codes of each word, float32."""
     return tl.inline_asm_elementwise(
-        "{\n.reg .b16 first, last;\nmov.b32 {first, last}, $2;\n"
-        "cvt.rn.f16x2.e4m3x2 $0, first;\ncvt.rn.f16x2.e4m3x2 $1, last;\n}",
-        "=r,=r,r",
+        "{\n.reg .b16 first, last, a, b;\n.reg .b32 pair;\nmov.b32 {first, last}, $4;\n"
+        "cvt.rn.f16x2.e4m3x2 pair, first;\nmov.b32 {a, b}, pair;\n"
+        "cvt.f32.f16 $0, a;\ncvt.f32.f16 $1, b;\n"
+        "cvt.rn.f16x2.e4m3x2 pair, last;\nmov.b32 {a, b}, pair;\n"
+        "cvt.f32.f16 $2, a;\ncvt.f32.f16 $3, b;\n}",
+        "=r,=r,=r,=r,r",
         [w],
-        (tl.int32, tl.int32),
+        (tl.float32, tl.float32, tl.float32, tl.float32),
         True,
         1,
     )
