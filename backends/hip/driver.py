@@ -26,7 +26,8 @@ OUT_OF_MEMORY, INVALID_IMAGE, NO_BINARY, NOT_READY = 2, 200, 209, 600  # hipErro
 TOO_LARGE = 720  # hipErrorCooperativeLaunchTooLarge
 ADVICE = {
     OUT_OF_MEMORY: "another process may hold the GPU's memory (rocm-smi shows whose)",
-    INVALID_IMAGE: "the code object is damaged: kog cache clear, and start again",
+    INVALID_IMAGE: "the runtime may be older than the compiler: take one of the same ROCm (ROCM_PATH), for "
+    "KOG_HIP_OBJECTS too",
     NO_BINARY: "the code object is for another GPU",
     TOO_LARGE: "another process may hold compute units (rocm-smi shows whose)",
 }

@@ -6,6 +6,7 @@ The command is kog_triton/prebuild.py: what opens checkpoints lies above backend
 from collections.abc import Iterator
 from pathlib import Path
 
+from kog_triton.backends.cuda import kernel_cache
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.cuda.layout.columns import (
@@ -57,10 +58,9 @@ def prebuild(
 ) -> list[Path]:
     """The files that a start of this model needs, written; KogError for what the kernel cannot do."""
     check_count(num_gpus)
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for header, source in sources(spec, gpu, max_context or spec.max_context, num_gpus):
         path = folder / file_of(header, source, gpu.arch)
-        path.write_bytes(compile_cubin(header, source, gpu.arch, tools=toolchain))
+        kernel_cache.write(path, compile_cubin(header, source, gpu.arch, tools=toolchain))
         written.append(path)
     return written

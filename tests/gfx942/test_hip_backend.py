@@ -20,6 +20,8 @@ from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import DeviceError
+from kog_triton.model.shapes import named_shape
+from kog_triton.schedule.topology import GPUS
 from tests.lib.compiled import made_once
 from tests.lib.fake_hip import FakeHip
 from tests.lib.gfx942.executor import operations
@@ -309,7 +311,7 @@ def test_what_the_runtime_takes_for_no_object_is_told(hip, model, monkeypatch):
     open_hip(model).close()
     monkeypatch.setattr(HipBackend, "_compile", lambda self, source, layout: b"no object" * 20)
     told = refusal(lambda: open_hip(model))
-    assert "hipModuleLoadData: hipErrorInvalidImage (200, " in told and "kog cache clear" in told
+    assert "hipModuleLoadData: hipErrorInvalidImage (200, " in told and "of the same ROCm" in told
 
 
 def test_the_compilers_words(hip, model, monkeypatch):
@@ -342,6 +344,57 @@ def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, t
     assert "KOG_HIP_OBJECTS has no selftest-gfx942-" in told and "kog_triton.prebuild" in told
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "nowhere"))
     assert "which is no folder; set it to one" in refusal(lambda: open_hip(model))
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Prebuilt objects, which hold no code; what prebuild writes."""
+    monkeypatch.setattr(prebuild, "compile_cubin", lambda *_, **__: b"machine code")
+    monkeypatch.setattr(prebuild, "column_layouts", lambda *_: [])
+    monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))
+    spec = named_shape("llama-3.2-1b")
+    return lambda: prebuild.prebuild(tmp_path / "objects", spec, GPUS["mi300x"], 64)
+
+
+def taken():
+    return objects.code_object(selftest.HEADER, "selftest.hip", "gfx942")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"#" + data[1:]]
+)
+def test_a_prebuilt_object_that_is_damaged_is_refused(folder, damage):
+    path = folder()[0]
+    assert taken() == b"machine code"
+    path.write_bytes(damage(path.read_bytes()))
+    told = refusal(taken)
+    assert told.startswith(f"{path} is damaged: make it with python -m kog_triton.prebuild of")
+    assert told.endswith("or take KOG_HIP_OBJECTS away to compile here")
+    folder()
+    assert taken() == b"machine code"
+
+
+def test_an_objects_name_is_of_its_flags_too(folder, monkeypatch):
+    before = {path.name for path in folder()}
+    monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-O2"))
+    assert "KOG_HIP_OBJECTS has no selftest-gfx942-" in refusal(taken)
+    assert before.isdisjoint(path.name for path in folder())
+
+
+def test_no_object_is_ever_half_written(folder, monkeypatch, tmp_path):
+    path = folder()[0]
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # others may read both
+    whole, there = path.read_bytes(), {*path.parent.iterdir()}
+    monkeypatch.setattr(prebuild, "compile_cubin", lambda *_, **__: b"other code")
+
+    def fails(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(os, "replace", fails)
+        folder()
+    assert path.read_bytes() == whole and {*path.parent.iterdir()} == there
 
 
 # ---- kog doctor ----
