@@ -4,23 +4,27 @@ Everything but the library and what torch says of the GPU is what a user of an M
 launches of the real code object, words, serving.
 """
 
+import gc
 import logging
 import os
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.hip import column_layout, objects, prebuild, selftest, toolchain
+from kog_triton.backends.hip import column_layout, driver, objects, prebuild, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape
+from kog_triton.schedule.hip import THREADS
 from kog_triton.schedule.topology import GPUS
 from tests.lib.compiled import made_once
 from tests.lib.fake_hip import FakeHip
@@ -250,6 +254,51 @@ def test_a_launch_that_breaks_off(hip, model):
         hip.know = lambda tensors: None  # nothing is mapped: the first access faults
         told = refusal(lambda: llm.generate(PROMPTS[0], GREEDY))
     assert "hipErrorLaunchFailure (719, unspecified launch failure)" in told
+
+
+def test_without_an_event_nothing_is_launched(hip, model):
+    with open_hip(model) as llm:
+        before, hip.failing["hipEventCreate"] = hip.launches, 2
+        told = refusal(lambda: llm.generate(PROMPTS[0], GREEDY))
+        assert told == "hipEventCreate: hipErrorOutOfMemory (2, out of memory); " + driver.ADVICE[2]
+        assert hip.launches == before
+
+
+def begun(hip):
+    """A launch of the self-test, which runs once its gate is opened; the gate."""
+    gate = threading.Event()
+    hip.meanwhile = gate.wait
+    code = objects.code_object(selftest.HEADER, "selftest.hip", "gfx942")
+    kernel = driver.HipKernel(code, "kog_selftest", 0, torch.device("cpu"), 0)
+    sizes = {"words": (1,), "rows": (1, 64), "mailbox": (4,), "found": (1, 2)}
+    tensors = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+    return kernel.launch(1, THREADS, selftest.argument(tensors, 1, 0)), gate
+
+
+def test_an_event_of_a_launch_that_failed_is_released(hip):
+    hip.failing["hipModuleLaunchCooperativeKernel"] = 720
+    assert "hipErrorCooperativeLaunchTooLarge" in refusal(lambda: begun(hip))
+    gc.collect()
+    assert not hip._events and not hip.launches
+
+
+@pytest.mark.parametrize("name", ["hipEventRecord", "hipSetDevice"])
+def test_what_fails_behind_a_launch_is_told_when_it_has_ended(hip, monkeypatch, name):
+    """As the end of its stream: it runs."""
+    launch = hip.hipModuleLaunchCooperativeKernel
+
+    def then_fails(*arguments):
+        hip.failing[name] = 2
+        return launch(*arguments)
+
+    monkeypatch.setattr(hip, "hipModuleLaunchCooperativeKernel", then_fails)
+    launched, gate = begun(hip)
+    del hip.failing[name]
+    assert hip.launches == 1 and not launched.query()
+    gate.set()
+    for ask in (launched.synchronize, launched.query):
+        assert refusal(ask).startswith(f"{name}: hipErrorOutOfMemory (2, out of memory)")
+    assert not hip._queue[-1].is_alive() and not hip.broken, hip.why
 
 
 def test_no_runtime(hip, model, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ executor's, on which the ranks' real code objects run beside each other.
 
 import gc
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,9 @@ from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.hip import backend, peers, prebuild, rank_selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
+from kog_triton.backends.hip.driver import HipRankKernel
 from kog_triton.backends.mailbox import Mailbox
+from kog_triton.errors import DeviceError
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.topology import GPUS
 from tests.lib.fake_hip_gpus import FakeGpus
@@ -205,6 +208,25 @@ def test_a_rank_that_is_not_launched_is_named_and_the_next_request_runs(
         fake.refused.clear()
         monkeypatch.undo()
         assert ids(llm.generate(PROMPT, GREEDY)) == expected(PROMPT, GREEDY)
+
+
+def test_a_rank_whose_end_cannot_be_marked_was_launched(machine, model, monkeypatch):
+    fake, launch, made = machine(2), HipRankKernel.launch, []
+
+    def seen(*args):
+        made.append(launch(*args))
+        return made[-1]
+
+    with open_hip(model) as llm:
+        monkeypatch.setattr(HipRankKernel, "launch", seen)
+        fake.failing["hipEventRecord"] = 2
+        with suppress(DeviceError):  # which a token that has come already is not taken back for
+            llm.generate(PROMPT, GREEDY)
+    (launched,) = made
+    assert not launched.missing and len(launched.ends) == 2
+    told = refusal(launched.synchronize)
+    assert told.startswith("hipEventRecord: hipErrorOutOfMemory (2, out of memory)")
+    assert not fake._queue[-1].is_alive() and not fake.broken, fake.why
 
 
 def test_doctor_says_whether_gpus_reach_each_other(machine):
