@@ -96,9 +96,11 @@ def test_two_gpus(case):
 
 
 @slow
+@pytest.mark.parametrize("wave", [64, 32])
 @pytest.mark.parametrize("case", CASES)
-def test_every_stage_alone(case):
-    assert check_stages(HipFiberBackend, small_model(CASES[case].spec), "a CPU") == 12
+def test_every_stage_alone(case, wave):
+    kind = type("OfWaves", (HipFiberBackend,), {"wave": wave})
+    assert check_stages(kind, small_model(CASES[case].spec), "a CPU") == 12
 
 
 def test_a_block_that_never_comes_is_named():
