@@ -26,6 +26,7 @@ from tests.lib.fake_hip import FakeHip
 from tests.lib.fake_hip_gpus import FakeGpus
 from tests.lib.gfx942.hip_kernel import INCLUDES
 from tests.lib.hip_machine import install, save_model
+from tests.lib.slow import some_always
 
 GPU = replace(GPUS["mi300x"], num_blocks=8)
 ONE, TWO, CHUNKS = (
@@ -34,8 +35,9 @@ ONE, TWO, CHUNKS = (
     "the kernel of 2 tokens of a prompt",
 )
 # Of a header of the columns' products (include/kog): what stands there -> what is planted.
+ROWS = "a lane takes another's rows of what comes out"
 LANES = {
-    "a lane takes another's rows of what comes out": (
+    ROWS: (
         "mma/products.h",
         "int row = kRows == 8 ? b.in_warp / 16 * 4 : 0;",
         "int row = kRows == 8 ? (1 - b.in_warp / 16) * 4 : 0;",
@@ -115,15 +117,15 @@ def test_requests_together_and_a_prompt_in_chunks_pass(several, tiny):
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=pytest.mark.slow if i else ()) for i, f in enumerate(LANES)]
+    ("fault", "kernel"), some_always([(f, k) for f in LANES for k in (TWO, CHUNKS)], (ROWS, TWO))
 )
-def test_lanes_that_are_mistaken_are_refused(several, tiny, monkeypatch, tmp_path, fault):
-    several(positions=0)
+def test_lanes_that_are_mistaken_are_refused(several, tiny, monkeypatch, tmp_path, fault, kernel):
+    several(positions=2 if kernel == CHUNKS else 0)
     planted(monkeypatch, tmp_path, *LANES[fault])
     with pytest.raises(DeviceError) as told:
-        check_requests(HipBackend, tiny(50), "an MI300X", num_slots=2)
+        check_requests(HipBackend, tiny(50), "an MI300X", num_slots=2 if kernel == TWO else 1)
     said = str(told.value)
-    assert said.startswith(f"backend hip: {TWO} ") and "\n" not in said
+    assert said.startswith(f"backend hip: {kernel} ") and "\n" not in said
     assert " on an MI300X (" in said and said.endswith("choose another backend, and report this")
 
 
@@ -191,9 +193,10 @@ def test_prebuild_writes_all_that_the_check_asks_for(monkeypatch, gpus):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama-3.2-1b", "bf16"), ("qwen3-0.6b", "fp16"), ("laneformer-2b", "fp16")]
+)
 def test_the_small_model_of_a_named_shape_passes(several, name, dtype):
-    several((2, 4, 8), 8, 6)
+    several((2, 4, 8), 8)
     small = small_model(named_shape(name), dtype)
     assert len(check_requests(HipBackend, small, "here", num_slots=8)) == 5
