@@ -67,6 +67,7 @@ def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
     lowering = lower_hip(schedule, gpu)
     check_schedule(schedule)
     check_partition(lowering)
+    backend.lay_out(lowering, schedule.spec.max_context)
     return lowering
 
 

@@ -1,5 +1,5 @@
-"""Every stage of a backend against the reference, and tokens against the definition of sampling, on a small model
-(model/small.py): what a GPU that this project never ran on must pass.
+"""What a GPU that this project never ran on must pass, on a small model (model/small.py): every stage of a backend
+against the reference, tokens against the definition of sampling, and requests of all its kernels (request_check.py).
 """
 
 import logging
@@ -11,12 +11,13 @@ import torch
 
 from kog_triton.backends import STAGE_READS, Backend, BackendOptions, find_backend
 from kog_triton.backends.device import gpu_of
-from kog_triton.backends.mailbox import Failure, Mailbox, Request
+from kog_triton.backends.mailbox import Request
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.small import CACHED, CONTEXT, small_model
 from kog_triton.model.spec import Head, ModelSpec, Reduce
-from kog_triton.sampling import History, SamplingParams, sample
+from kog_triton.request_check import CHOICES, CHOSEN, check_requests, sampled, serve
+from kog_triton.sampling import History, sample
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
@@ -24,19 +25,12 @@ TOKENS = 2
 # Root mean square of a stage's error over that of what is expected. On an H200 and on a CPU 16 bits cost 6.0e-3 at most
 # (tests/lib/conformance_backends.py); one wrong row of the widest stage costs more than this.
 LIMIT = 0.02
-# Cuts and edits of ids that many threads hold, several of a warp among them. What a compiler makes of such code was
-# wrong for one GPU and right for another (docs/HIP.md, "One source, two vendors").
-PROMPT, CHOSEN = (7, 300, 1000), 6
-CHOICES = (
-    {"top_k": 20},
-    {"top_k": 300, "top_p": 0.3},
-    {"min_p": 0.02, "repetition_penalty": 1.3, "logit_bias": dict.fromkeys(range(0, 1000, 9), 2.0)},
-)
+PROMPT = (7, 300, 1000)
 
 
 def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptions) -> None:
-    """Where the backend would run on a GPU that this project never ran on, every stage of it. DeviceError if one is
-    wrong; the log says what was tested."""
+    """Where the backend would run on a GPU that this project never ran on, every stage and kernel of it. DeviceError
+    if one is wrong; the log says what was tested."""
     if "cpu" in getattr(backend, "vendors", ("cpu",)) or not torch.cuda.is_available():
         return
     gpu = gpu_of(torch.device("cuda"))
@@ -45,11 +39,14 @@ def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptio
     where = f"{gpu.name}, {gpu.share}" if gpu.share else gpu.name
     log.warning("%s: this project has never run on it: every stage is tested", where)
     begun = time.perf_counter()
-    count = check_stages(backend, small_model(spec, options.dtype), where)
+    small, gpus = small_model(spec, options.dtype, options.num_gpus), options.num_gpus
+    count = check_stages(backend, small, where)
+    of_all = where if gpus == 1 else f"{gpus} x {where}"
+    kernels = check_requests(backend, small, of_all, options.num_slots, gpus)
     log.warning(
-        "%s: %d stages and sampling agree with the reference, in %.1f s",
+        "%s: %s agree with the reference, in %.1f s",
         where,
-        count,
+        ", ".join([f"{count} stages and sampling", *kernels]),
         time.perf_counter() - begun,
     )
 
@@ -84,15 +81,9 @@ def check_stages(backend: type[Backend], spec: ModelSpec, where: str) -> int:
 
 def _check_choice(backend: Backend, rules: dict[str, Any], where: str) -> None:
     """Each token of a request is the definition's, by the backend's own logits."""
-    params = SamplingParams(temperature=2.5, seed=5, ignore_eos=True, **rules)
-    mailbox = Mailbox()
-    mailbox.post(Request(0, PROMPT, params, 5, CHOSEN))
-    backend.generate(mailbox)
-    tokens = []
-    for step in mailbox.read(0, 0):
-        if isinstance(step, Failure):
-            raise step.error
-        tokens.append(step.token)
+    params = sampled(rules)
+    (steps,) = serve(backend, Request(0, PROMPT, params, 5, CHOSEN))
+    tokens = [step.token for step in steps]
     logits, history = backend.forward_logits([*PROMPT, *tokens[:-1]]), History(PROMPT)
     for position, token in enumerate(tokens, len(PROMPT)):
         right = sample(logits[position - 1], params, history, position).token

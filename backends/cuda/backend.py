@@ -440,6 +440,21 @@ class CudaBackend(PromptsBeside):
         self.first_tokens.settle()
         self.chunks.settle(self.devices)
 
+    def kernels_of_several(self) -> list[tuple[int, bool]]:
+        self.columns.begin()
+        self.settle()
+        with self._entry.at_once():
+            each = {n: self.columns.take(n, self.devices) for n in self.columns.counts}
+        missing = [f"{n} columns" for n, kernel in each.items() if kernel is None]
+        if self.chunks.gave_up:
+            missing.append("chunks")
+        if missing:
+            raise DeviceError(
+                f"backend {self.name} has no kernel of {missing[0]} for {self.gpu.name}: the log says why"
+            )
+        kernels = [kernel for kernel in (*each.values(), self.chunks.kernel) if kernel]
+        return [(kernel.layout.columns, kernel.layout.chunk) for kernel in kernels]
+
     def make_ready(self) -> bool:
         if self.library is None:
             return False

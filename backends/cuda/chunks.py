@@ -78,9 +78,11 @@ class Chunks:
     graphs     on several GPUs: fresh prompts of the library are graphs
     lay_out    lays the kernel out, if not as CUDA's
     kernel     None until it is compiled and then asked for, and where there is none
+    gave_up    it could not be compiled or loaded
     """
 
     kernel: ColumnKernel | None = None
+    gave_up = False
     _compiled: Future[None] | None = None  # until the kernel is there
 
     def __init__(
@@ -167,4 +169,4 @@ class Chunks:
 
     def _give_up(self, error: Exception) -> None:
         log.warning("no kernel of chunks, prompts run a token at a time: %s", error)
-        self._layout = None
+        self._layout, self.gave_up = None, True

@@ -12,7 +12,6 @@ stderr.
 import ctypes
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -66,20 +65,6 @@ def nvrtc_name(library: Any) -> str:
     return f"nvrtc {major.value}.{minor.value}"
 
 
-def find_clang() -> str | None:
-    """The clang++ that compiles for AMD GPUs: ROCm's, or else the newest on the PATH; None where there is none."""
-    rocm = os.environ.get("ROCM_PATH") or "/opt/rocm"
-    places = [*(f"{rocm}/{place}/clang++" for place in ("llvm/bin", "lib/llvm/bin")), "amdclang++"]
-    places += ["clang++", *(f"clang++-{version}" for version in range(23, 17, -1))]
-    return next(filter(None, map(shutil.which, places)), None)
-
-
-def find_hipcc() -> str | None:
-    """ROCm's wrapper around its own clang++; None where there is none."""
-    rocm = os.environ.get("ROCM_PATH") or "/opt/rocm"
-    return shutil.which(f"{rocm}/bin/hipcc") or shutil.which("hipcc")
-
-
 def find_hiprtc(first: str = "") -> tuple[Any, str]:
     """AMD's compiler as a library, from the file given or from ROCm, and where it was; None where there is none."""
     rocm = os.environ.get("ROCM_PATH") or "/opt/rocm"
@@ -110,11 +95,10 @@ def translate(text: str, source: str, flags: Sequence[str], compiler: str) -> by
         return by_library(nvrtc, NVRTC, text, source, flags)
     if compiler.startswith("nvcc"):
         return _by_program(["nvcc", "-cubin"], text, source, flags)
+    place = compiler.partition(" of ")[2]
     if compiler.startswith("hipRTC"):
-        library, _ = find_hiprtc(compiler.partition(" of ")[2])
-        return by_library(library, HIPRTC, text, source, flags)
-    found = find_hipcc() if compiler.startswith("hipcc") else find_clang()
-    return _by_program([found or "clang++"], text, source, flags)
+        return by_library(find_hiprtc(place)[0], HIPRTC, text, source, flags)
+    return _by_program([place], text, source, flags)
 
 
 class Library(NamedTuple):

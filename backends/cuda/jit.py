@@ -99,7 +99,7 @@ def _named(
     """The text, its source, flags and compiler, and the key under which what that makes of it is kept."""
     compiler = compiler or tools.compiler_name()
     text = header + (tools.FOLDER / source).read_text()
-    key = _key(text, arch, compiler, tools)
+    key = key_of(text, arch, compiler, tools)
     return text, source, tools.flags_for(arch), compiler, key
 
 
@@ -114,7 +114,8 @@ def _compile(text: str, source: str, flags: Sequence[str], compiler: str, key: s
     return cubin
 
 
-def _key(text: str, arch: str, compiler: str, tools: Toolchain) -> str:
+def key_of(text: str, arch: str, compiler: str, tools: Toolchain) -> str:
+    """Of all that machine code depends on; whichever compiler makes it if none is named."""
     digest = hashlib.sha256("\0".join([text, compiler, arch, *tools.FLAGS]).encode())
     for path in tools.headers():
         digest.update(path.read_bytes())

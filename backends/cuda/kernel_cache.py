@@ -10,7 +10,6 @@ read, or written for the next process, costs a compilation: the log `kog_triton.
 import hashlib
 import logging
 import os
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,10 @@ DRAFT = ".part"
 DRAFT_S = 3600.0  # after which a draft is a dead process's
 DIGEST_BYTES = hashlib.sha256().digest_size
 _unwritten: dict[str, bytes] = {}  # by key: this process compiles them once all the same
+
+
+class Damaged(Exception):
+    """Of a file that is not what `write` wrote."""
 
 
 def cache_folder() -> Path:
@@ -35,15 +38,14 @@ def load(key: str) -> bytes | None:
         return _unwritten[key]
     try:
         place = _place(key)
-        data = place.read_bytes()
+        cubin = read(place)
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError) as error:
         log.warning("no kept kernel can be read: %s", error)
         return None
-    cubin, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    if hashlib.sha256(cubin).digest() != digest:
-        log.warning("the kept kernel %s is damaged: it is compiled again", place)
+    except Damaged as error:
+        log.warning("the kept kernel %s: it is compiled again", error)
         with suppress(OSError):
             place.unlink()
         return None
@@ -55,7 +57,7 @@ def load(key: str) -> bytes | None:
 def keep(key: str, cubin: bytes) -> None:
     """Keep a kernel under a key; those that were used longest ago make room for it."""
     try:
-        _write(_place(key), cubin + hashlib.sha256(cubin).digest())
+        write(_place(key), cubin)
         _make_room(cache_folder())
     except (OSError, RuntimeError) as error:
         if not _unwritten:  # of several kernels the reason is the same
@@ -71,12 +73,23 @@ def _place(key: str) -> Path:
     return cache_folder() / f"{key}.cubin"
 
 
-def _write(place: Path, data: bytes) -> None:
+def read(place: Path) -> bytes:
+    """The kernel in a file. OSError, or Damaged."""
+    data = place.read_bytes()
+    cubin, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if hashlib.sha256(cubin).digest() != digest:
+        raise Damaged(f"{place} is damaged")
+    return cubin
+
+
+def write(place: Path, cubin: bytes) -> None:
+    """A kernel's file, which others may read as any other that this user writes."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    number, draft = tempfile.mkstemp(DRAFT, dir=place.parent)
+    draft = place.with_name(f"{os.urandom(8).hex()}{DRAFT}")
+    number = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(data)
+            file.write(cubin + hashlib.sha256(cubin).digest())
         os.replace(draft, place)
     except BaseException:
         with suppress(OSError):

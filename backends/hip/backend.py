@@ -49,7 +49,7 @@ class HipBackend(CudaBackend):
     vendors = ("amd",)
     rank = None  # type: ignore[assignment]  # "auto" does not take it
     prebuild, check_count = staticmethod(prebuild), staticmethod(check_count)
-    lay_out_columns = staticmethod(lay_out_columns)
+    lay_out, lay_out_columns = staticmethod(lay_out_hip), staticmethod(lay_out_columns)
     early_kernels = False
     profile = None  # type: ignore[assignment]  # and none that takes stamps
 
@@ -127,7 +127,7 @@ class HipBackend(CudaBackend):
     def _lay_out(self, num_blocks: int) -> Layout:
         lowering = lower_hip(build(self.spec, self.num_devices), self.gpu, num_blocks)
         check_lowering(lowering)
-        return lay_out_hip(lowering, self.max_context)
+        return self.lay_out(lowering, self.max_context)
 
     def _compile(self, source: str, layout: Layout) -> bytes:
         """Of the HIP source of the same name."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends.cuda.rank_kernel import RankKernel
+from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.resources import Resources
 from kog_triton.errors import DeviceError
 
@@ -26,7 +26,8 @@ OUT_OF_MEMORY, INVALID_IMAGE, NO_BINARY, NOT_READY = 2, 200, 209, 600  # hipErro
 TOO_LARGE = 720  # hipErrorCooperativeLaunchTooLarge
 ADVICE = {
     OUT_OF_MEMORY: "another process may hold the GPU's memory (rocm-smi shows whose)",
-    INVALID_IMAGE: "the code object is damaged: kog cache clear, and start again",
+    INVALID_IMAGE: "the runtime may be older than the compiler: take one of the same ROCm (ROCM_PATH), for "
+    "KOG_HIP_OBJECTS too",
     NO_BINARY: "the code object is for another GPU",
     TOO_LARGE: "another process may hold compute units (rocm-smi shows whose)",
 }
@@ -98,12 +99,14 @@ def on_gpu(hip: Any, number: int) -> Iterator[None]:
 
 
 class Event:
-    """A point in a stream, recorded as it is made; torch.cuda.Event's methods."""
+    """A point in a stream, once it is recorded; torch.cuda.Event's methods."""
 
-    def __init__(self, hip: Any, stream: ctypes.c_void_p) -> None:
+    def __init__(self, hip: Any) -> None:
         self._hip, self._event = hip, ctypes.c_void_p()
         call(hip, "hipEventCreate", ctypes.byref(self._event))
-        call(hip, "hipEventRecord", self._event, stream)
+
+    def record(self, stream: ctypes.c_void_p) -> None:
+        call(self._hip, "hipEventRecord", self._event, stream)
 
     def query(self) -> bool:
         """Whether all before it has ended; DeviceError if that broke off."""
@@ -115,6 +118,26 @@ class Event:
     def __del__(self) -> None:
         if self._event and self._hip.hipEventDestroy(self._event):
             self._hip.hipGetLastError()  # as `call` does, which raises
+
+
+class Unmarked:
+    """The end of a launch behind which a call failed, as the end of its stream; what failed is raised then, and not
+    while a kernel runs that would count as none."""
+
+    def __init__(self, hip: Any, number: int, stream: ctypes.c_void_p, why: str) -> None:
+        self._hip, self._number, self._stream, self._why = hip, number, stream, why
+
+    def query(self) -> bool:
+        with on_gpu(self._hip, self._number):
+            status = call(self._hip, "hipStreamQuery", self._stream, allowed=NOT_READY)
+        if status == NOT_READY:
+            return False
+        raise DeviceError(self._why)
+
+    def synchronize(self) -> None:
+        with on_gpu(self._hip, self._number):
+            call(self._hip, "hipStreamSynchronize", self._stream)
+        raise DeviceError(self._why)
 
 
 class HipKernel:
@@ -131,10 +154,10 @@ class HipKernel:
             "hipModuleGetFunction", ctypes.byref(self._function), self._module, name.encode()
         )
 
-    def launch(self, blocks: int, threads: int, argument: ctypes.Structure) -> Event:
+    def launch(self, blocks: int, threads: int, argument: ctypes.Structure) -> Finished:
         """Start all blocks at once, after what the current stream still does; the end as an event.
 
-        DeviceError if they cannot all be resident.
+        DeviceError if they cannot all be resident; nothing is launched then.
         """
         stream = ctypes.c_void_p(
             torch.cuda.current_stream(self._device).cuda_stream
@@ -142,12 +165,21 @@ class HipKernel:
             else None
         )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        with on_gpu(self._hip, self._number):
-            call(
-                self._hip, "hipModuleLaunchCooperativeKernel", self._function, blocks, 1, 1, WAVE, threads // WAVE, 1,
-                self._shared, stream, pointers,
-            )  # fmt: skip
-            return Event(self._hip, stream)
+        launched = False
+        try:
+            with on_gpu(self._hip, self._number):
+                end = Event(self._hip)
+                call(
+                    self._hip, "hipModuleLaunchCooperativeKernel", self._function, blocks, 1, 1, WAVE, threads // WAVE,
+                    1, self._shared, stream, pointers,
+                )  # fmt: skip
+                launched = True
+                end.record(stream)
+        except DeviceError as error:
+            if not launched:
+                raise
+            return Unmarked(self._hip, self._number, stream, str(error))
+        return end
 
     def time(
         self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]

@@ -9,7 +9,7 @@ from kog_triton.backends.hip.driver import count_gpus, find_library
 from kog_triton.backends.hip.objects import source_of_code
 from kog_triton.backends.hip.peers import check_peers
 from kog_triton.backends.hip.selftest import xcds_in_words
-from kog_triton.backends.hip.toolchain import compilers
+from kog_triton.backends.hip.toolchain import compilers_in_words
 from kog_triton.errors import DeviceError
 
 KFD = Path("/dev/kfd")  # of the amdgpu driver
@@ -26,9 +26,7 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
         "runtime": f"{library}, {_gpus()}" if library else _gpus(),
         "peers": _said(_peers),
         "compiler": _said(source_of_code),
-        "compilers": ", ".join(
-            f"{name}: {version or 'not found'}" for name, version in compilers().items()
-        ),
+        "compilers": compilers_in_words(),
         "backend": f"ready, by name alone: {seen.by_name_only}"
         if seen.ok
         else f"{seen.reason}; {seen.advice}",

@@ -2,19 +2,25 @@
 
     KOG_HIP_OBJECTS=folder kog generate --backend hip ..
 
-The folder is the only source then: what it does not hold is refused in one line, which names the file and how it is
-made. `python -m kog_triton.prebuild FOLDER` writes a model's files, where there is a compiler and no GPU.
+The folder is the only source then: what it does not hold, or not whole, is refused in one line, which names the file
+and how it is made. `python -m kog_triton.prebuild FOLDER` writes a model's files, where there is a compiler and no GPU:
+each as kernels are kept (kernel_cache.py).
 """
 
-import hashlib
 import os
 from pathlib import Path
 
-from kog_triton.backends.cuda.jit import compile_cubin
+from kog_triton.backends.cuda import kernel_cache
+from kog_triton.backends.cuda.jit import compile_cubin, key_of
 from kog_triton.backends.hip import toolchain
 from kog_triton.errors import DeviceError
 
 FOLDER = "KOG_HIP_OBJECTS"
+SUFFIX = ".hsaco"
+MAKE = (
+    "make it with python -m kog_triton.prebuild of this version, model and context, or take "
+    f"{FOLDER} away to compile here"
+)
 
 
 def source_of_code() -> str:
@@ -26,16 +32,13 @@ def source_of_code() -> str:
         raise DeviceError(
             f"no code objects: {FOLDER} is {folder}, which is no folder; set it to one, or take it away"
         )
-    return f"{len([*Path(folder).glob('*.hsaco')])} code objects in {folder} ({FOLDER})"
+    return f"{len([*Path(folder).glob(f'*{SUFFIX}')])} code objects in {folder} ({FOLDER})"
 
 
 def file_of(header: str, source: str, arch: str) -> str:
-    """The name of a code object's file: of the text, of what that may include and of the GPU, whichever compiler."""
-    text = header + (toolchain.FOLDER / source).read_text()
-    digest = hashlib.sha256("\0".join([text, arch]).encode())
-    for path in toolchain.headers():
-        digest.update(path.read_bytes())
-    return f"{Path(source).stem}-{arch}-{digest.hexdigest()[:32]}.hsaco"
+    """The name of a code object's file: of all that it depends on but the compiler."""
+    key = key_of(header + (toolchain.FOLDER / source).read_text(), arch, "", toolchain)
+    return f"{Path(source).stem}-{arch}-{key}{SUFFIX}"
 
 
 def code_object(header: str, source: str, arch: str) -> bytes:
@@ -45,9 +48,8 @@ def code_object(header: str, source: str, arch: str) -> bytes:
         return compile_cubin(header, source, arch, tools=toolchain)
     path = Path(folder, file_of(header, source, arch))
     try:
-        return path.read_bytes()
+        return kernel_cache.read(path)
     except OSError as error:
-        raise DeviceError(
-            f"{FOLDER} has no {path.name} ({error.strerror}): make it with python -m kog_triton.prebuild "
-            "of this version, model and context, or take the variable away to compile here"
-        ) from error
+        raise DeviceError(f"{FOLDER} has no {path.name} ({error.strerror}): {MAKE}") from error
+    except kernel_cache.Damaged as error:
+        raise DeviceError(f"{error}: {MAKE}") from error

@@ -6,6 +6,7 @@ The command is kog_triton/prebuild.py: what opens checkpoints lies above backend
 from collections.abc import Iterator
 from pathlib import Path
 
+from kog_triton.backends.cuda import kernel_cache
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.cuda.layout.columns import (
@@ -30,18 +31,22 @@ from kog_triton.schedule.topology import Gpu
 def sources(
     spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int
 ) -> Iterator[tuple[str, str]]:
-    """Header and source of all that a start compiles: the self-tests' before the model's."""
+    """Header and source of all that a start compiles: those of the tests of a GPU before the model's."""
     yield selftest.HEADER, "selftest.hip"
     if num_gpus > 1:
         yield rank_selftest.header(num_gpus), "rank_selftest.hip"
-    for one, context, gpus in ((small_model(spec), CONTEXT, 1), (spec, max_context, num_gpus)):
-        header = render(lay_out_hip(lower_hip(build(one, gpus), gpu), context))
-        yield header, "decode.hip"
-        if one is not spec:
-            yield header, "stage.hip"
-    if num_gpus == 1:
-        for layout in column_layouts(spec, gpu, max_context):
+    small = small_model(spec, num_gpus=num_gpus)  # of the test of stages and requests
+    if num_gpus > 1:
+        yield _header(small, gpu, CONTEXT, 1), "decode.hip"
+    yield _header(small, gpu, CONTEXT, 1), "stage.hip"
+    for one, context in ((small, CONTEXT), (spec, max_context)):
+        yield _header(one, gpu, context, num_gpus), "decode.hip"
+        for layout in column_layouts(one, gpu, context) if num_gpus == 1 else ():
             yield render(layout), "columns.hip"
+
+
+def _header(spec: ModelSpec, gpu: Gpu, context: int, num_gpus: int) -> str:
+    return render(lay_out_hip(lower_hip(build(spec, num_gpus), gpu), context))
 
 
 def column_layouts(spec: ModelSpec, gpu: Gpu, max_context: int) -> list[Layout]:
@@ -57,10 +62,9 @@ def prebuild(
 ) -> list[Path]:
     """The files that a start of this model needs, written; KogError for what the kernel cannot do."""
     check_count(num_gpus)
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for header, source in sources(spec, gpu, max_context or spec.max_context, num_gpus):
         path = folder / file_of(header, source, gpu.arch)
-        path.write_bytes(compile_cubin(header, source, gpu.arch, tools=toolchain))
+        kernel_cache.write(path, compile_cubin(header, source, gpu.arch, tools=toolchain))
         written.append(path)
     return written

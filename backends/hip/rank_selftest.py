@@ -5,8 +5,7 @@ What each GPU must do by itself is selftest.py's.
 
 import ctypes
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,11 +13,12 @@ from kog_triton.backends.cuda.rank_kernel import missing_of
 from kog_triton.backends.hip.driver import HipRankKernel, number_of
 from kog_triton.backends.hip.objects import code_object
 from kog_triton.backends.hip.peers import uncached
-from kog_triton.backends.hip.selftest import HEADER, POLL_S
+from kog_triton.backends.hip.selftest import HEADER, answer
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.hip import THREADS
 from kog_triton.schedule.topology import Gpu
 
+ADVICE = "choose --gpus 1, and report this"
 ROUNDS = 100
 WAIT_NS = 4_000_000_000  # for words; for the host a quarter
 # Bits of rank_selftest.hip, each of which explains those below: of the first GPU that noted it, and of whom.
@@ -55,10 +55,8 @@ def check_ranks(devices: tuple[torch.device, ...], gpu: Gpu) -> None:
     """Of GPUs that reach each other; once for a process. DeviceError if ranks there cannot be trusted."""
     code = code_object(header(len(devices)), "rank_selftest.hip", gpu.arch)
     kernel = HipRankKernel(code, "kog_rank_selftest", 0, devices)
-    try:
-        found = run(kernel, devices, gpu.num_blocks, ROUNDS)
-    finally:
-        kernel.close()
+    found = run(kernel, devices, gpu.num_blocks, ROUNDS)
+    kernel.close()  # as in selftest.py
     for bit, what in WRONG.items():
         for reader, blocks in enumerate(found):
             of = [senders for senders, wrong in blocks if wrong & bit]
@@ -67,7 +65,7 @@ def check_ranks(devices: tuple[torch.device, ...], gpu: Gpu) -> None:
                 said = what.format(sender=sender, reader=reader)
                 raise DeviceError(
                     f"the hip backend's self-test fails on {len(devices)} x {gpu.name}: {said} ({len(of)} of "
-                    f"{gpu.num_blocks} blocks, {ROUNDS} rounds): choose --gpus 1, and report this"
+                    f"{gpu.num_blocks} blocks, {ROUNDS} rounds): {ADVICE}"
                 )
 
 
@@ -86,11 +84,10 @@ def run(
         for device in devices:
             torch.cuda.synchronize(device)
     launched = kernel.launch(blocks, THREADS, arguments(words, found, mailbox, blocks, rounds))
+    answer(mailbox, launched.query, rounds, ADVICE, words, found, mailbox)
     if missing := missing_of(launched):
-        launched.synchronize()
         rank, why = min(missing.items())
         raise DeviceError(f"the hip backend's self-test cannot run on GPU {rank}: {why}")
-    answer(mailbox, launched.query)
     return [one.tolist() for one in found]
 
 
@@ -108,10 +105,3 @@ def arguments(
         kind(where, mailbox.data_ptr(), own.data_ptr(), WAIT_NS, rank, blocks, rounds, 0)
         for rank, own in enumerate(found)
     ]
-
-
-def answer(mailbox: torch.Tensor, ended: Callable[[], bool]) -> None:
-    """The host's part: to say how far all ranks have come, until they have ended."""
-    while not ended():
-        mailbox[0] = mailbox[1:].min()
-        time.sleep(POLL_S)

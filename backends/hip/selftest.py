@@ -8,6 +8,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -21,6 +22,10 @@ ROUNDS = 100
 ROW_WORDS = 64
 WAIT_NS = 1_000_000_000
 POLL_S = 1e-5
+# The host's own limit. A kernel that runs ends by itself: each of 100 rounds waits a second for the host at most, and
+# waits for words end with the first that is in vain, of 4 s at most (rank_selftest.py).
+DEADLINE_S = 120.0
+ADVICE = "choose --backend triton, and report this"
 HEADER = f"namespace kog {{ constexpr int kThreads = {THREADS}, kConsumers = kThreads; }}\n"
 # Bits of selftest.hip, each of which explains those below.
 WRONG = {
@@ -28,6 +33,8 @@ WRONG = {
     1: "words of some blocks did not reach others",
     2: "blocks read old rows of each other",
 }
+
+_unended: list[Any] = []  # what a kernel that did not end may still write
 
 
 class SelfTest(ctypes.Structure):
@@ -47,10 +54,8 @@ def check_gpu(device: torch.device, gpu: Gpu, rank: int = 0) -> list[int]:
     kernel cannot be trusted there."""
     code = code_object(HEADER, "selftest.hip", gpu.arch)
     kernel = HipKernel(code, "kog_selftest", 0, device, number_of(device, rank))
-    try:
-        blocks, found = gpu.num_blocks, run(kernel, device, gpu.num_blocks, ROUNDS)
-    finally:
-        kernel.close()
+    blocks, found = gpu.num_blocks, run(kernel, device, gpu.num_blocks, ROUNDS)
+    kernel.close()  # not one that failed: that may wait for what runs
     bits = 0
     for _, wrong in found:
         bits |= wrong
@@ -59,7 +64,7 @@ def check_gpu(device: torch.device, gpu: Gpu, rank: int = 0) -> list[int]:
             count = sum(bool(wrong & bit) for _, wrong in found)
             raise DeviceError(
                 f"the hip backend's self-test fails on {gpu.name}: {what} ({count} of {blocks} blocks, {ROUNDS} "
-                "rounds): choose --backend triton, and report this"
+                f"rounds): {ADVICE}"
             )
     return [xcd for xcd, _ in found]
 
@@ -77,7 +82,7 @@ def run(kernel: HipKernel, device: torch.device, blocks: int, rounds: int) -> li
         "found": ints(blocks, 2),
     }
     launched = kernel.launch(blocks, THREADS, argument(tensors, blocks, rounds))
-    answer(tensors["mailbox"], launched.query)
+    answer(tensors["mailbox"], launched.query, rounds, ADVICE, tensors)
     found: list[list[int]] = tensors["found"].tolist()
     return found
 
@@ -86,11 +91,22 @@ def argument(tensors: Mapping[str, torch.Tensor], blocks: int, rounds: int) -> S
     return SelfTest(*(t.data_ptr() for t in tensors.values()), WAIT_NS, blocks, rounds)
 
 
-def answer(mailbox: torch.Tensor, ended: Callable[[], bool]) -> None:
-    """The host's part: to say what the kernel says, until that has ended."""
+def answer(
+    mailbox: torch.Tensor, ended: Callable[[], bool], rounds: int, advice: str, *memory: Any
+) -> None:
+    """The host's part: to say how far all kernels say that they are, until they have ended. DeviceError if they do not
+    by DEADLINE_S; the memory is kept then."""
+    deadline = time.monotonic() + DEADLINE_S
     while not ended():
-        mailbox[0] = mailbox[1]
+        mailbox[0] = mailbox[1:].min()
         time.sleep(POLL_S)
+        if time.monotonic() > deadline:
+            _unended.append(memory)
+            heard = ", ".join(str(number) for number in mailbox[1:].tolist())
+            raise DeviceError(
+                f"the hip backend's self-test has not ended in {DEADLINE_S:g} s: the host waits for its kernel, and "
+                f"has heard of {heard} of {rounds} rounds: {advice}"
+            )
 
 
 def xcds_in_words(xcds: list[int]) -> str:

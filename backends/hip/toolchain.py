@@ -1,17 +1,23 @@
 """The compiler for AMD GPUs of this machine, and what it is told (a Toolchain of cuda/jit.py).
 
-clang++ of ROCm or of a distribution; else ROCm's hipcc, which calls a clang++ of its own; else hipRTC, the library.
-Our headers stand for ROCm's: what hipcc and hipRTC put before every text is not used.
+clang++ of ROCm or the newest of the PATH; else ROCm's hipcc, which calls a clang++ of its own; else hipRTC, the
+library. Our headers stand for ROCm's: what hipcc and hipRTC put before every text is not used.
 """
 
 import ctypes
+import functools
+import os
+import re
+import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from kog_triton.backends.cuda import toolchain as cuda
-from kog_triton.backends.cuda.compile_child import find_clang, find_hipcc, find_hiprtc
+from kog_triton.backends.cuda.compile_child import find_hiprtc
 from kog_triton.errors import DeviceError
 
 FOLDER = Path(__file__).resolve().parent
@@ -22,30 +28,111 @@ PROGRAM: tuple[str, ...] = (
 )
 FLAGS: tuple[str, ...] = ("-std=c++20", "-O3", "-Wno-everything")
 MI300 = "gfx942"  # what the kernel is written for
+LEAST_CLANG = 18  # ROCm's since 6.2
 NAMES = ("clang++", "hipcc", "hipRTC")
 
 
+class Clang(NamedTuple):
+    """A clang++ that is there.
+
+    said     its version, in its words
+    why_not  it cannot be taken; "" if it can
+    """
+
+    place: str
+    said: str
+    version: int
+    why_not: str
+
+
+def clangs() -> list[Clang]:
+    """ROCm's, whose runtime knows what it makes, then those of all folders on the PATH, the newest first."""
+    of_rocm = [_rocm(f"{folder}/clang++") for folder in ("llvm/bin", "lib/llvm/bin")]
+    on_path = [
+        str(path)
+        for folder in os.get_exec_path()
+        for path in sorted(Path(folder).glob("clang++*"))
+        if re.fullmatch(r"clang\+\+(-\d+)?", path.name)
+    ]
+    newest = sorted(_there(on_path), key=lambda clang: -clang.version)
+    each = [*_there([*of_rocm, "amdclang++"]), *newest]
+    once: dict[tuple[str, str], Clang] = {}  # one has several names
+    for clang in each:
+        once.setdefault((os.path.realpath(clang.place), clang.said), clang)
+    return [*once.values()]
+
+
+def _there(places: Iterable[str]) -> list[Clang]:
+    found = filter(None, map(shutil.which, places))
+    return [_look_at(place, os.stat(place).st_mtime_ns) for place in found]
+
+
+@functools.cache
+def _look_at(place: str, changed: int) -> Clang:
+    """Asked once, as long as it does not change."""
+    of_lld, said = _say(place, "-v", "-print-prog-name=lld")
+    found = re.search(r"version (\d+)", said)
+    version = int(found[1]) if found else 0
+    why_not = ""
+    if not found:
+        why_not = f"clang++ at {place} does not say its version"
+    elif version < LEAST_CLANG:
+        why_not = f"clang++ {version} at {place} is older than {LEAST_CLANG}"
+    elif not shutil.which(of_lld):
+        why_not = f"clang++ {version} at {place} finds no lld"
+    return Clang(place, said, version, why_not)
+
+
 def compilers() -> dict[str, str]:
-    """What each of NAMES says of itself, in the order in which they are taken; "" for one that is not here."""
-    programs = {"clang++": find_clang(), "hipcc": find_hipcc()}
-    said = {name: _version(path) if path else "" for name, path in programs.items()}
-    return said | {"hipRTC": _version_of_library()}
+    """What each of NAMES says of itself, and where it is, in the order in which they are taken; "" for one that is not
+    here, or of no use."""
+    usable = [clang for clang in clangs() if not clang.why_not]
+    hipcc = shutil.which(_rocm("bin/hipcc")) or shutil.which("hipcc")
+    version = _say(hipcc, "--version")[0] if hipcc else ""
+    return {
+        "clang++": f"{usable[0].said} of {usable[0].place}" if usable else "",
+        "hipcc": f"{version} of {hipcc}" if version else "",
+        "hipRTC": _version_of_library(),
+    }
 
 
-def compiler_name() -> str:
-    """What would compile here, with its version; DeviceError if there is none."""
-    for name, version in compilers().items():
-        if version:
-            return f"{name}: {version}"
-    raise DeviceError(
-        f"no compiler for AMD GPUs, none of {', '.join(NAMES)}: install ROCm, set ROCM_PATH to where it lies, or put a "
-        "clang++ of 18 or newer, with lld, on the PATH"
+def compilers_in_words() -> str:
+    """For `kog doctor`."""
+    why_not = {"clang++": _why_not()}
+    return ", ".join(
+        f"{name}: {said or why_not.get(name) or 'not found'}" for name, said in compilers().items()
     )
 
 
-def _version(program: str) -> str:
-    said = subprocess.run([program, "--version"], capture_output=True, text=True)
-    return said.stdout.strip().partition("\n")[0] if said.returncode == 0 else ""
+def compiler_name() -> str:
+    """What would compile here, with its version and where it is; DeviceError if there is none."""
+    for name, version in compilers().items():
+        if version:
+            return f"{name}: {version}"
+    why_not = f" ({_why_not()})" if _why_not() else ""
+    raise DeviceError(
+        f"no compiler for AMD GPUs, none of {', '.join(NAMES)}{why_not}: install ROCm, set ROCM_PATH to where it lies, "
+        f"or put a clang++ of {LEAST_CLANG} or newer, with lld, on the PATH"
+    )
+
+
+def _why_not() -> str:
+    """Of every clang++ that is there and cannot be taken."""
+    return ", ".join(clang.why_not for clang in clangs() if clang.why_not)
+
+
+def _rocm(place: str) -> str:
+    return os.path.join(os.environ.get("ROCM_PATH") or "/opt/rocm", place)
+
+
+def _say(program: str, *arguments: str) -> tuple[str, str]:
+    """The first line of stdout and of stderr; nothing of a program that fails."""
+    try:
+        said = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "", ""
+    first, second = (text.strip().partition("\n")[0] for text in (said.stdout, said.stderr))
+    return first, second
 
 
 def _version_of_library() -> str:

@@ -170,6 +170,16 @@ class BackgroundCompiler(Protocol):
 
 
 @runtime_checkable
+class SeveralTokens(Protocol):
+    """A backend with kernels of several tokens a step, beside that of one."""
+
+    def kernels_of_several(self) -> list[tuple[int, bool]]:
+        """Tokens of a step of each kernel, and whether one prompt has them all. They are ready to run from now on;
+        DeviceError names one that cannot be. While no request runs."""
+        ...
+
+
+@runtime_checkable
 class Unready(Protocol):
     """A backend that leaves for quiet moments what a first request need not wait for."""
 

@@ -4,22 +4,28 @@ Everything but the library and what torch says of the GPU is what a user of an M
 launches of the real code object, words, serving.
 """
 
+import gc
 import logging
 import os
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.hip import column_layout, objects, prebuild, selftest, toolchain
+from kog_triton.backends.hip import column_layout, driver, objects, prebuild, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import DeviceError
+from kog_triton.model.shapes import named_shape
+from kog_triton.schedule.hip import THREADS
+from kog_triton.schedule.topology import GPUS
 from tests.lib.compiled import made_once
 from tests.lib.fake_hip import FakeHip
 from tests.lib.gfx942.executor import operations
@@ -250,6 +256,51 @@ def test_a_launch_that_breaks_off(hip, model):
     assert "hipErrorLaunchFailure (719, unspecified launch failure)" in told
 
 
+def test_without_an_event_nothing_is_launched(hip, model):
+    with open_hip(model) as llm:
+        before, hip.failing["hipEventCreate"] = hip.launches, 2
+        told = refusal(lambda: llm.generate(PROMPTS[0], GREEDY))
+        assert told == "hipEventCreate: hipErrorOutOfMemory (2, out of memory); " + driver.ADVICE[2]
+        assert hip.launches == before
+
+
+def begun(hip):
+    """A launch of the self-test, which runs once its gate is opened; the gate."""
+    gate = threading.Event()
+    hip.meanwhile = gate.wait
+    code = objects.code_object(selftest.HEADER, "selftest.hip", "gfx942")
+    kernel = driver.HipKernel(code, "kog_selftest", 0, torch.device("cpu"), 0)
+    sizes = {"words": (1,), "rows": (1, 64), "mailbox": (4,), "found": (1, 2)}
+    tensors = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+    return kernel.launch(1, THREADS, selftest.argument(tensors, 1, 0)), gate
+
+
+def test_an_event_of_a_launch_that_failed_is_released(hip):
+    hip.failing["hipModuleLaunchCooperativeKernel"] = 720
+    assert "hipErrorCooperativeLaunchTooLarge" in refusal(lambda: begun(hip))
+    gc.collect()
+    assert not hip._events and not hip.launches
+
+
+@pytest.mark.parametrize("name", ["hipEventRecord", "hipSetDevice"])
+def test_what_fails_behind_a_launch_is_told_when_it_has_ended(hip, monkeypatch, name):
+    """As the end of its stream: it runs."""
+    launch = hip.hipModuleLaunchCooperativeKernel
+
+    def then_fails(*arguments):
+        hip.failing[name] = 2
+        return launch(*arguments)
+
+    monkeypatch.setattr(hip, "hipModuleLaunchCooperativeKernel", then_fails)
+    launched, gate = begun(hip)
+    del hip.failing[name]
+    assert hip.launches == 1 and not launched.query()
+    gate.set()
+    for ask in (launched.synchronize, launched.query):
+        assert refusal(ask).startswith(f"{name}: hipErrorOutOfMemory (2, out of memory)")
+    assert not hip._queue[-1].is_alive() and not hip.broken, hip.why
+
+
 def test_no_runtime(hip, model, monkeypatch, tmp_path):
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
     told = refusal(lambda: open_hip(model))
@@ -309,7 +360,7 @@ def test_what_the_runtime_takes_for_no_object_is_told(hip, model, monkeypatch):
     open_hip(model).close()
     monkeypatch.setattr(HipBackend, "_compile", lambda self, source, layout: b"no object" * 20)
     told = refusal(lambda: open_hip(model))
-    assert "hipModuleLoadData: hipErrorInvalidImage (200, " in told and "kog cache clear" in told
+    assert "hipModuleLoadData: hipErrorInvalidImage (200, " in told and "of the same ROCm" in told
 
 
 def test_the_compilers_words(hip, model, monkeypatch):
@@ -324,10 +375,13 @@ def test_the_compilers_words(hip, model, monkeypatch):
 
 def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, tmp_path):
     spec, gpu = Checkpoint.open(model).spec, HipBackend._find_gpus()[0][1]
-    monkeypatch.setattr(
-        prebuild, "small_model", lambda spec: spec
-    )  # of the test of stages, which is not run here
+    # What the check of a new GPU takes is asked for in test_hip_request_check.py.
+    monkeypatch.setattr(prebuild, "small_model", lambda spec, num_gpus: spec)
     monkeypatch.setattr(prebuild, "column_layouts", lambda *_: [])
+    sources = prebuild.sources
+    monkeypatch.setattr(
+        prebuild, "sources", lambda *of: [s for s in sources(*of) if s[1] != "stage.hip"]
+    )
     made = prebuild.prebuild(tmp_path / "objects", spec, gpu)
     assert {path.name.partition("-")[0] for path in made} == {"selftest", "decode"}
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))
@@ -342,6 +396,57 @@ def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, t
     assert "KOG_HIP_OBJECTS has no selftest-gfx942-" in told and "kog_triton.prebuild" in told
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "nowhere"))
     assert "which is no folder; set it to one" in refusal(lambda: open_hip(model))
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Prebuilt objects, which hold no code; what prebuild writes."""
+    monkeypatch.setattr(prebuild, "compile_cubin", lambda *_, **__: b"machine code")
+    monkeypatch.setattr(prebuild, "column_layouts", lambda *_: [])
+    monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))
+    spec = named_shape("llama-3.2-1b")
+    return lambda: prebuild.prebuild(tmp_path / "objects", spec, GPUS["mi300x"], 64)
+
+
+def taken():
+    return objects.code_object(selftest.HEADER, "selftest.hip", "gfx942")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"#" + data[1:]]
+)
+def test_a_prebuilt_object_that_is_damaged_is_refused(folder, damage):
+    path = folder()[0]
+    assert taken() == b"machine code"
+    path.write_bytes(damage(path.read_bytes()))
+    told = refusal(taken)
+    assert told.startswith(f"{path} is damaged: make it with python -m kog_triton.prebuild of")
+    assert told.endswith("or take KOG_HIP_OBJECTS away to compile here")
+    folder()
+    assert taken() == b"machine code"
+
+
+def test_an_objects_name_is_of_its_flags_too(folder, monkeypatch):
+    before = {path.name for path in folder()}
+    monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-O2"))
+    assert "KOG_HIP_OBJECTS has no selftest-gfx942-" in refusal(taken)
+    assert before.isdisjoint(path.name for path in folder())
+
+
+def test_no_object_is_ever_half_written(folder, monkeypatch, tmp_path):
+    path = folder()[0]
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # others may read both
+    whole, there = path.read_bytes(), {*path.parent.iterdir()}
+    monkeypatch.setattr(prebuild, "compile_cubin", lambda *_, **__: b"other code")
+
+    def fails(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(os, "replace", fails)
+        folder()
+    assert path.read_bytes() == whole and {*path.parent.iterdir()} == there
 
 
 # ---- kog doctor ----

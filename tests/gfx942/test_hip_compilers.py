@@ -120,6 +120,68 @@ def test_clang_then_hipcc_then_hiprtc(machine):
     assert toolchain.compiler_name().startswith("clang++: ")
 
 
+def stand_in(place, version, lld="/bin/true"):
+    """A clang++ that says a version, and where it finds lld."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(f'#!/bin/sh\necho "some clang version {version}.1.0 (x)" >&2\necho {lld}\n')
+    place.chmod(0o755)
+
+
+@pytest.fixture
+def folders(monkeypatch, tmp_path):
+    """Two folders on the PATH, with nothing in them, nor in ROCm's."""
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+    both = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setenv("PATH", ":".join(map(str, both)))
+    return both
+
+
+def test_the_newest_clang_of_18_or_newer_is_taken(folders):
+    """By what it says, whatever its name and wherever on the PATH."""
+    first, second = folders
+    stand_in(first / "clang++", 14)
+    stand_in(first / "clang++-18", 18)
+    stand_in(second / "clang++", 21)
+    stand_in(second / "clang++-19", 19)
+    stand_in(second / "clang++-25", 25, lld="lld")  # which is nowhere
+    stand_in(second / "clang++-wrapper", 26)
+    name = "clang++: some clang version 21.1.0 (x) of"
+    assert toolchain.compiler_name() == f"{name} {second}/clang++"
+    (second / "clang++").unlink()
+    assert toolchain.compiler_name().endswith("/second/clang++-19")
+    stand_in(second / "clang++-25", 25)
+    assert toolchain.compiler_name().endswith("/second/clang++-25")
+
+
+def test_rocms_clang_is_taken_before_a_newer_one(folders):
+    rocm = folders[0].parent / "rocm/llvm/bin/clang++"
+    stand_in(folders[0] / "clang++", 21)
+    stand_in(rocm, 18)
+    assert toolchain.compiler_name().endswith(f" of {rocm}")
+    stand_in(rocm, 17)
+    assert toolchain.compiler_name().endswith("/first/clang++")
+
+
+def test_a_clang_that_is_of_no_use_is_named(folders):
+    first, second = folders
+    stand_in(first / "clang++-14", 14)
+    (first / "clang++").symlink_to("clang++-14")  # said once
+    stand_in(second / "clang++-19", 19, lld="lld")
+    (second / "clang++").write_text("no program")
+    (second / "clang++").chmod(0o755)
+    why = (
+        f"clang++ 19 at {second}/clang++-19 finds no lld, "
+        f"clang++ 14 at {first}/clang++ is older than 18, "
+        f"clang++ at {second}/clang++ does not say its version"
+    )
+    with pytest.raises(DeviceError) as told:
+        toolchain.compiler_name()
+    assert f"none of clang++, hipcc, hipRTC ({why}): install ROCm" in str(told.value)
+    assert toolchain.compilers_in_words() == f"clang++: {why}, hipcc: not found, hipRTC: not found"
+    stand_in(second / "hipcc", 6)
+    assert toolchain.compiler_name() == f"hipcc: /bin/true of {second}/hipcc"
+
+
 def test_hipcc_makes_what_clang_makes(machine, monkeypatch):
     expected = by_clang(machine)
     as_clang(machine, "hipcc")

@@ -12,6 +12,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.mailbox import Failure
 from kog_triton.model.small import small_model
+from kog_triton.request_check import check_requests
 from kog_triton.stage_check import check_stages
 from tests.lib.cuda_requests import serve, tokens_of
 from tests.lib.cuda_threads import BOUNDED, JUDGED
@@ -96,9 +97,22 @@ def test_two_gpus(case):
 
 
 @slow
+@pytest.mark.parametrize("wave", [64, 32])
 @pytest.mark.parametrize("case", CASES)
-def test_every_stage_alone(case):
-    assert check_stages(HipFiberBackend, small_model(CASES[case].spec), "a CPU") == 12
+def test_every_stage_alone(case, wave):
+    kind = type("OfWaves", (HipFiberBackend,), {"wave": wave})
+    assert check_stages(kind, small_model(CASES[case].spec), "a CPU") == 12
+
+
+@slow
+@pytest.mark.parametrize(("case", "gpus"), [("llama", 1), ("llama", 2), ("laneformer", 1)])
+def test_all_kernels_pass_the_check_of_a_new_gpu(case, gpus):
+    class Several(HipFiberBackend):
+        column_counts, chunk_positions = (2, 4, 8), 8
+
+    small = small_model(CASES[case].spec, num_gpus=gpus)
+    kernels = check_requests(Several, small, "a CPU", 8, gpus)
+    assert len(kernels) == (5 if gpus == 1 else 1)
 
 
 def test_a_block_that_never_comes_is_named():

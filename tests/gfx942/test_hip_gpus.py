@@ -4,6 +4,8 @@ executor's, on which the ranks' real code objects run beside each other.
 
 import gc
 import re
+import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +14,11 @@ import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.hip import backend, peers, prebuild, rank_selftest, toolchain
+from kog_triton.backends.hip import backend, peers, prebuild, rank_selftest, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
+from kog_triton.backends.hip.driver import HipRankKernel
 from kog_triton.backends.mailbox import Mailbox
+from kog_triton.errors import DeviceError
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.topology import GPUS
 from tests.lib.fake_hip_gpus import FakeGpus
@@ -207,6 +211,25 @@ def test_a_rank_that_is_not_launched_is_named_and_the_next_request_runs(
         assert ids(llm.generate(PROMPT, GREEDY)) == expected(PROMPT, GREEDY)
 
 
+def test_a_rank_whose_end_cannot_be_marked_was_launched(machine, model, monkeypatch):
+    fake, launch, made = machine(2), HipRankKernel.launch, []
+
+    def seen(*args):
+        made.append(launch(*args))
+        return made[-1]
+
+    with open_hip(model) as llm:
+        monkeypatch.setattr(HipRankKernel, "launch", seen)
+        fake.failing["hipEventRecord"] = 2
+        with suppress(DeviceError):  # which a token that has come already is not taken back for
+            llm.generate(PROMPT, GREEDY)
+    (launched,) = made
+    assert not launched.missing and len(launched.ends) == 2
+    told = refusal(launched.synchronize)
+    assert told.startswith("hipEventRecord: hipErrorOutOfMemory (2, out of memory)")
+    assert not fake._queue[-1].is_alive() and not fake.broken, fake.why
+
+
 def test_doctor_says_whether_gpus_reach_each_other(machine):
     fake = machine(3)
     told = HipBackend.findings()
@@ -240,9 +263,12 @@ def test_words_in_memory_that_is_cached_are_seen(machine, model, monkeypatch):
 def check(machine, monkeypatch):
     """Run the self-test on GPUs of these conditions."""
 
-    def run(gpus=2, rounds=5, wait_ns=rank_selftest.WAIT_NS, **conditions):
-        fake = machine(gpus, **conditions)
+    def run(gpus=2, rounds=5, wait_ns=rank_selftest.WAIT_NS, gate=None, refused=(), **conditions):
+        fake = run.fake = machine(gpus, **conditions)
         fake.least = {}  # the self-test is what finds a narrow scope
+        fake.refused = dict(refused)
+        if gate:
+            fake.meanwhile = gate.wait
         monkeypatch.setattr(rank_selftest, "ROUNDS", rounds)
         monkeypatch.setattr(rank_selftest, "WAIT_NS", wait_ns)
         found = HipBackend._find_gpus(gpus)
@@ -283,10 +309,26 @@ def test_pairs_that_are_not_what_was_sent_fail_it(check, monkeypatch, tmp_path):
 
 
 def test_a_host_that_is_not_heard_is_said(check, monkeypatch):
-    def deaf(mailbox, ended):
+    def deaf(mailbox, ended, *_):
         while not ended():
             pass
 
     monkeypatch.setattr(rank_selftest, "answer", deaf)
     told = refusal(lambda: check(wait_ns=1_000_000))
     assert "GPU 0 did not hear the host, or the host GPU 0, while it ran (1 of 4 blocks" in told
+
+
+@pytest.mark.parametrize("refused", [{}, {1: 720}])
+def test_kernels_that_never_end_are_said(check, monkeypatch, refused):
+    gate, kept = threading.Event(), []
+    monkeypatch.setattr(selftest, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(selftest, "_unended", kept)
+    told = refusal(lambda: check(wait_ns=1_000_000, gate=gate, refused=refused))
+    assert told == (
+        "the hip backend's self-test has not ended in 0.2 s: the host waits for its kernel, and has heard of 0, 0 of 5 "
+        "rounds: choose --gpus 1, and report this"
+    )
+    gate.set()
+    check.fake._queue[-1].join()
+    assert check.fake._modules and not check.fake.broken, check.fake.why
+    assert len(kept) == 1

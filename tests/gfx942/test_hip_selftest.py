@@ -1,6 +1,7 @@
 """The HIP backend's self-test of a GPU, in the executor: it passes in a memory as weak as AMD's, tells where blocks
 lie, and fails where the kernel could not be trusted."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -36,8 +37,10 @@ PLANTED = {
 def check(monkeypatch):
     """Run the self-test on a GPU of these conditions."""
 
-    def run(rounds=5, wait_ns=selftest.WAIT_NS, **conditions):
-        fake = FakeHip(**conditions)
+    def run(rounds=5, wait_ns=selftest.WAIT_NS, gate=None, **conditions):
+        fake = run.fake = FakeHip(**conditions)
+        if gate:
+            fake.meanwhile = gate.wait
         fake.least = {}  # the self-test is what finds a narrow scope
         fake.install(monkeypatch)
         monkeypatch.setenv("XDG_CACHE_HOME", str(FOLDER / "hip"))
@@ -71,7 +74,7 @@ def test_what_the_kernel_relies_on_is_missed(check, monkeypatch, tmp_path, fault
 
 
 def test_a_host_that_is_not_heard_is_said(check, monkeypatch):
-    monkeypatch.setattr(selftest, "answer", lambda mailbox, ended: _wait(ended))
+    monkeypatch.setattr(selftest, "answer", lambda mailbox, ended, *_: _wait(ended))
     with pytest.raises(
         DeviceError, match="the kernel did not hear the host, or the host the kernel"
     ):
@@ -81,6 +84,24 @@ def test_a_host_that_is_not_heard_is_said(check, monkeypatch):
 def _wait(ended):
     while not ended():
         pass
+
+
+def test_a_kernel_that_never_ends_is_said(check, monkeypatch):
+    """It stays loaded, and so does what it may write."""
+    gate, kept = threading.Event(), []
+    monkeypatch.setattr(selftest, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(selftest, "_unended", kept)
+    with pytest.raises(DeviceError) as told:
+        check(wait_ns=1_000_000, gate=gate)
+    assert str(told.value) == (
+        "the hip backend's self-test has not ended in 0.2 s: the host waits for its kernel, and has heard of 0 of 5 "
+        "rounds: choose --backend triton, and report this"
+    )
+    gate.set()
+    check.fake._queue[-1].join()
+    assert check.fake._modules and not check.fake.broken, check.fake.why
+    ((tensors,),) = kept
+    assert tensors["mailbox"][1] > 0
 
 
 # ---- every stage's numbers ----

@@ -7,7 +7,9 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
+from kog_triton.model.small import small_model
 from kog_triton.model.spec import DType, Head
+from kog_triton.request_check import check_requests
 from tests.lib.cuda_requests import held, prompt_of, request, run
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.real_shapes import real_shape
@@ -31,6 +33,15 @@ SPECS = {
     "qwen2.5-7b": real_shape("qwen2.5-7b", 4),
     "qwen2.5-14b": real_shape("qwen2.5-14b", 4),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+def test_all_kernels_pass_the_check_of_a_new_gpu(name, gpus):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("needs two GPUs")
+    small = small_model(named_shape(name), num_gpus=gpus)
+    assert len(check_requests(CudaBackend, small, "an NVIDIA GPU", 8, gpus)) == 5
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -12,6 +12,7 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.small import small_model
+from kog_triton.request_check import check_requests
 from kog_triton.sampling import SamplingParams
 from kog_triton.stage_check import check_stages
 from tests.lib.cuda_requests import held, request, run
@@ -60,6 +61,15 @@ def test_logits_of_a_full_model_agree_with_the_reference_and_repeat(name):
 @pytest.mark.parametrize(("name", "count"), [("llama-3.2-1b", 12), ("laneformer-2b", 23)])
 def test_every_stage_alone(name, count):
     assert check_stages(HipOnNvidia, small_model(SPECS[name][0]), "an NVIDIA GPU") == count
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+def test_all_kernels_pass_the_check_of_a_new_gpu(name):
+    class Several(HipOnNvidia):
+        def __init__(self, weights, options):
+            super().__init__(weights, options, (2, 4, 8), 8)
+
+    assert len(check_requests(Several, small_model(SPECS[name][0]), "an NVIDIA GPU", 8)) == 5
 
 
 def assert_alike(steps, others):

@@ -5,14 +5,17 @@ import re
 import pytest
 from safetensors.torch import load_file
 
+from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.model.spec import Head, Reduce
 from kog_triton.plan import main, tile_bytes
 from kog_triton.schedule.cuda import WARPS
+from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
 from kog_triton.schedule.triton import lower_tiles
 from tests.lib import narrow_cases, tiny
+from tests.lib.refusals import refusal
 from tests.lib.ring_walker import spec_of
 
 STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
@@ -145,6 +148,15 @@ def test_the_hip_plan_of_several_gpus_places_the_blocks_of_one(plan, gpus, first
     code, out, err = plan(*words)
     assert (code, err) == (0, "") and f"on {gpus} x mi300x, one token" in out
     assert f"on each XCD of GPU 0:\n  XCD 0 (IOD 0): {first}" in out
+
+
+@pytest.mark.parametrize("shape", ["llama-3.3-70b", "mistral-large-123b", "qwen3-32b"])
+def test_what_the_hip_backend_refuses_has_no_plan(plan, shape):
+    """In the backend's words."""
+    spec, gpu = named_shape(shape), find_gpu("mi300x")
+    said = refusal(lambda: lay_out_hip(lower_hip(build(spec), gpu), spec.max_context))
+    code, out, err = plan("--shape", shape, "--device", "mi300x", "--backend", "hip")
+    assert (code, out, err) == (3, "", f"error: {said}\n") and "bytes of LDS: mi300x has" in said
 
 
 def test_the_demo_is_the_default(plan):

@@ -69,7 +69,7 @@ def test_what_has_no_hip_plan(words, code, said, capsys):
             "and has 32: choose a narrower",
         ),
         (
-            "--shape mistral-large-123b --backend hip --device mi300x",
+            "--shape mistral-large-123b --device mi300x",
             "and has 192: choose --gpus 2 at least",
         ),
     ],

@@ -14,6 +14,7 @@ from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.model.small import small_model
 from kog_triton.model.spec import DType
+from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import describe
 from kog_triton.stage_check import CHOICES, LIMIT, check_new_gpu, check_stages, mixes
 from tests.lib.gpus import H200_SEEN, SEEN
@@ -161,6 +162,11 @@ def on(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: seen is not None)
         monkeypatch.setattr(stage_check, "gpu_of", lambda device: describe(seen))
         monkeypatch.setattr(stage_check, "check_stages", lambda *what: asked.append(what) or 14)
+        monkeypatch.setattr(
+            stage_check,
+            "check_requests",
+            lambda *what: asked.append(what) or ["the kernel of a test"],
+        )
         return asked
 
     return see
@@ -170,12 +176,25 @@ def on(monkeypatch):
 def test_a_new_gpu_is_tested_and_stderr_says_so(on, caplog, which):
     asked = on(SEEN[which])
     check_new_gpu(Gpu, PLAIN, BackendOptions(dtype="fp16"))
-    ((backend, small, where),) = asked
+    (backend, small, where), requests = asked
     assert (backend, small) == (Gpu, small_model(PLAIN, "fp16"))
+    assert requests == (Gpu, small, where, 1, 1)
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said[0] == f"{where}: this project has never run on it: every stage is tested"
-    assert said[1].startswith(f"{where}: 14 stages and sampling agree with the reference, in ")
+    assert said[1].startswith(f"{where}")
+    assert ": 14 stages and sampling, the kernel of a test agree with the reference, in " in said[1]
     assert where.startswith(describe(SEEN[which]).name) and describe(SEEN[which]).share in where
+
+
+def test_several_new_gpus_are_tested_together(on):
+    asked = on(SEEN["RTX 5090"])
+    check_new_gpu(Gpu, PLAIN, BackendOptions(num_slots=4, num_gpus=8))
+    small = small_model(PLAIN, num_gpus=8)
+    assert asked == [(Gpu, small, "rtx-5090"), (Gpu, small, "8 x rtx-5090", 4, 8)]
+    for name in SHAPES:  # of which each GPU has some heads, if they are not of lanes
+        spec = named_shape(name)
+        for gpus in (2, 4, 8):
+            build(small_model(spec, num_gpus=gpus), gpus)
 
 
 @pytest.mark.parametrize("seen", [None, H200_SEEN])

@@ -44,6 +44,8 @@ PROTOTYPES = {
     "hipEventQuery": "void* event",
     "hipEventSynchronize": "void* event",
     "hipEventDestroy": "void* event",
+    "hipStreamQuery": "void* stream",
+    "hipStreamSynchronize": "void* stream",
     "hipGetLastError": "",
 }
 ERRORS = {
@@ -337,6 +339,14 @@ class FakeHip:
 
     def hipEventSynchronize(self, event: int) -> int:
         for running in self._events[event]:
+            running.join()
+        return self.broken
+
+    def hipStreamQuery(self, stream: int | None) -> int:
+        return NOT_READY if any(one.is_alive() for one in self._queue) else self.broken
+
+    def hipStreamSynchronize(self, stream: int | None) -> int:
+        for running in self._queue:
             running.join()
         return self.broken
 

@@ -179,4 +179,32 @@ FAULTS = (
         "host/test_stage_check.py",
         "a token that is not the definition's passes",
     ),
+    Fault(
+        "request_check.py",
+        'return "" if error < OFF else',
+        'return "" if not error > OFF else',
+        "host/test_request_check.py",
+        "log-probabilities that are NaN pass",
+    ),
+    Fault(
+        "request_check.py",
+        "    row[token] += near",
+        "    row[token] += 64 * near",
+        "host/test_request_check.py",
+        "a token that is far from the best passes",
+    ),
+    Fault(
+        "request_check.py",
+        "each = range(min(tokens, slots))",
+        "each = range(1)",
+        "host/test_request_check.py",
+        "kernels of several requests a step are tried by one",
+    ),
+    Fault(
+        "model/small.py",
+        "kv_heads = max(lanes, num_gpus)",
+        "kv_heads = lanes",
+        "host/test_stage_check.py",
+        "the small model does not divide over several GPUs",
+    ),
 )

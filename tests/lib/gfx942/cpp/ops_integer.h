@@ -88,6 +88,7 @@ static const Operation INTEGER_OPERATIONS[] = {
     V2(V_ASHRREV_I16, u16, u16, u16, u16(i16(b) >> (a & 15))),
     V2(V_ADD_U16, u16, u16, u16, u16(a + b)),
     V2(V_SUB_U16, u16, u16, u16, u16(a - b)),
+    V2(V_SUBREV_U16, u16, u16, u16, u16(b - a)),
     V2(V_MUL_LO_U16, u16, u16, u16, u16(u32(a) * b)),
     V2(V_MAX_U16, u16, u16, u16, most(a, b)),
     V2(V_MIN_U16, u16, u16, u16, least(a, b)),
