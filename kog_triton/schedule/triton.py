@@ -31,10 +31,16 @@ UNROLLED = 32
 # What a loop is taken to cost a stage. In the stages that read x it cost 12 % of the rate (H200, Qwen3-8B: 206 tokens/s
 # for 235); in those whose input is gathered it is not measured, and has to save more than that.
 LOOPED = 1.4
+# Likewise of tiles of 8 bits a weight, whose code is longer: with a loop FP8 of Qwen3-8B makes 324 tokens/s for 311
+# (benchmarks/triton-log.md#scales).
+UNROLLED_BYTES, LOOPED_BYTES = 8, 1.0
 # Of this many or more tiles that fit in one of the best size, several are on their way; two of half the size lost
 # (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there), rows in
 # tiles of several widths, of which MIXED times the best size may be on its way, were (#mixed-widths).
 SMALL_TILES = 4
+# Bytes of tiles of 4 bits a weight on their way, instead: 505 tokens/s of Qwen3-8B for 489, 2,179 of Llama-3.2-1B for
+# 2,054; 105,000 bytes spill (433), and so do two tiles of FP8 (#scales there).
+FOUR_BITS = 72_000
 MOST_AHEAD = 8  # and no more, whose code is written out
 MIXED = 1.25
 # Of a tile of the best size: what a block reads of a matrix on average, where half such tiles win; of 0.58 they lose
@@ -451,6 +457,8 @@ def _cuts(cols: int) -> list[tuple[int, ...]]:
 def _flight(s: StageTiles, tile_bytes: int) -> int:
     """Bytes of tiles that may be on their way: where tiles are small or mixed more than one of them."""
     sizes = {4 * s.tile_words(k) for k in range(s.k_tiles)}
+    if s.pack == 4 and not s.loop_units:
+        return FOUR_BITS
     if s.loop_units or (len(sizes) == 1 and max(sizes) * SMALL_TILES > tile_bytes):
         return 0
     return tile_bytes if len(sizes) == 1 else int(MIXED * tile_bytes)
@@ -461,14 +469,15 @@ def _cost(s: StageTiles) -> float:
     narrow = sum(width < THREADS for width in s.widths)  # tensors of x are as wide as their tiles
     starved = max(1.0, FLIGHT / max(s.flight, 4 * s.words / s.tiles))
     streamed = 4 * s.words * starved + s.tiles * TILE_COST
-    return (streamed + narrow * NARROW_COST) * (LOOPED if s.loop_units else 1.0)
+    looped = LOOPED_BYTES if s.pack == 2 else LOOPED
+    return (streamed + narrow * NARROW_COST) * (looped if s.loop_units else 1.0)
 
 
-def _loop_units(units: int, k_tiles: int) -> int | None:
-    """Row tiles in one iteration of a loop, so that the code has few tiles; 0: no loop; None: too many K tiles."""
-    if units * k_tiles <= UNROLLED:
+def _loop_units(units: int, k_tiles: int, most: int) -> int | None:
+    """Row tiles in one iteration of a loop, so that the code has `most` tiles; 0: no loop; None: too many K tiles."""
+    if units * k_tiles <= most:
         return 0
-    fitting = (n for n in range(1, units) if k_tiles * (n + units % n) <= UNROLLED)
+    fitting = (n for n in range(1, units) if k_tiles * (n + units % n) <= most)
     return max(fitting, default=None)
 
 
@@ -498,6 +507,7 @@ def _stage_tilings(
     share = -(-share // step) * step
     wired = stage.op is Op.MATVEC and stage.epilogue is Epilogue.RESIDUAL
     pack = codes.pack if codes else 1
+    most = max(UNROLLED_BYTES, len(widths)) if pack == 2 else UNROLLED
     if widths[-1] < WIDTHS[-1] * pack:
         return []
     tile_rows = step
@@ -506,7 +516,7 @@ def _stage_tilings(
         fits = 4 * tile_rows * widths[0] // pack <= tile_bytes and all(
             _warps_in_one_run(tile_rows, words // pack) for words in widths
         )
-        loop_units = _loop_units(units, len(widths)) if wired else 0
+        loop_units = _loop_units(units, len(widths), most) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
             sums = units * max(1, tile_rows // 8)
             fits = (
