@@ -114,6 +114,12 @@ def pin(x, S: tl.constexpr):
 
 
 @triton.jit
+def byte_of(a, b, NUMBER: tl.constexpr):
+    source = a if NUMBER < 4 else b
+    return source >> (8 * (NUMBER % 4)) & 255
+
+
+@triton.jit
 def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
     """Four of the eight bytes of a and b, numbered from a's lowest; SELECT has the number of the lowest last."""
     if S.vendor == "nvidia":
@@ -124,9 +130,7 @@ def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
     else:
         word = tl.zeros_like(a)
         for i in tl.static_range(4):
-            NUMBER: tl.constexpr = SELECT >> (4 * i) & 7
-            source = a if NUMBER < 4 else b
-            word |= (source >> (8 * (NUMBER % 4)) & 255) << (8 * i)
+            word |= byte_of(a, b, SELECT >> (4 * i) & 7) << (8 * i)
         return word
 
 
