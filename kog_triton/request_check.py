@@ -114,6 +114,13 @@ def _compare(reference: Backend, request: Request, steps: Sequence[Step]) -> str
     prompt, tokens = request.prompt, [step.token for step in steps]
     if len(tokens) != request.max_tokens:
         return f"{len(tokens)} tokens of {request.max_tokens}"
+    vocab = reference.spec.vocab_size
+    for step in steps:
+        for token in (step.token, *(i for i, _ in step.top)):
+            if not 0 <= token < vocab:
+                return f"token {token} is none of {vocab}"
+        if len(step.top) < TOLD:
+            return f"{len(step.top)} log-probabilities of {TOLD}"
     logits = reference.forward_logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
     spread, history, off = float(logits.std()), History(prompt), []
     params = request.params

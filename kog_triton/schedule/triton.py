@@ -38,7 +38,7 @@ UNROLLED_BYTES, LOOPED_BYTES = 8, 1.0
 # (benchmarks/triton-log.md#tiles: 889 us a token for 850). Several were timed nowhere yet (#small-tiles there), rows in
 # tiles of several widths, of which MIXED times the best size may be on its way, were (#mixed-widths).
 SMALL_TILES = 4
-# Bytes of tiles of 4 bits a weight on their way, instead: 505 tokens/s of Qwen3-8B for 489, 2,179 of Llama-3.2-1B for
+# Bytes of tiles of 4 bits a weight on their way, instead: 505 tokens/s of Qwen3-8B for 489, 2,171 of Llama-3.2-1B for
 # 2,054; 105,000 bytes spill (433), and so do two tiles of FP8 (#scales there).
 FOUR_BITS = 72_000
 MOST_AHEAD = 8  # and no more, whose code is written out
@@ -455,7 +455,7 @@ def _cuts(cols: int) -> list[tuple[int, ...]]:
 
 
 def _flight(s: StageTiles, tile_bytes: int) -> int:
-    """Bytes of tiles that may be on their way: where tiles are small or mixed more than one of them."""
+    """Bytes of tiles that may be on their way: of 4 bits, or where tiles are small or mixed, more than one of them."""
     sizes = {4 * s.tile_words(k) for k in range(s.k_tiles)}
     if s.pack == 4 and not s.loop_units:
         return FOUR_BITS
@@ -467,14 +467,15 @@ def _flight(s: StageTiles, tile_bytes: int) -> int:
 def _cost(s: StageTiles) -> float:
     """Bytes that a block reads, and what else a stage costs, as bytes."""
     narrow = sum(width < THREADS for width in s.widths)  # tensors of x are as wide as their tiles
-    starved = max(1.0, FLIGHT / max(s.flight, 4 * s.words / s.tiles))
+    tile = 4 * s.words / s.tiles
+    starved = max(1.0, FLIGHT / max(min(s.flight, MOST_AHEAD * tile), tile))
     streamed = 4 * s.words * starved + s.tiles * TILE_COST
     looped = LOOPED_BYTES if s.pack == 2 else LOOPED
     return (streamed + narrow * NARROW_COST) * (looped if s.loop_units else 1.0)
 
 
 def _loop_units(units: int, k_tiles: int, most: int) -> int | None:
-    """Row tiles in one iteration of a loop, so that the code has `most` tiles; 0: no loop; None: too many K tiles."""
+    """Row tiles in one iteration of a loop whose code has at most `most` tiles; 0: no loop; None: too many K tiles."""
     if units * k_tiles <= most:
         return 0
     fitting = (n for n in range(1, units) if k_tiles * (n + units % n) <= most)

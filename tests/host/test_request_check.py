@@ -100,6 +100,11 @@ WRONG = {
     "the best": lambda step: step._replace(top=tuple((step.token, step.logprob) for _ in step.top)),
     "nothing": lambda step: step._replace(logprob=np.nan),
 }
+NONE = {  # what is no token, and what is missing
+    "a token": lambda step: step._replace(token=SPEC.vocab_size),
+    "one of the best": lambda step: step._replace(top=((-1, -2.0), *step.top[1:])),
+    "the best": lambda step: step._replace(top=step.top[:-1]),
+}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -113,6 +118,14 @@ def test_a_kernel_that_is_wrong_is_named(kernel, wrong):
         rf"backend reference: {kernel} computes wrong on an MI300X \((token \d+ is chosen at position \d+, by .*|"
         r"log-probabilities are off by [\w.]+ of their deviation)\): choose another backend, and report this",
         said,
+    )
+
+
+@pytest.mark.parametrize("wrong", NONE)
+def test_what_is_no_answer_is_refused_too(wrong):
+    of = backend(damage=lambda requests, index, step: NONE[wrong](step) if index == 3 else step)
+    assert re.search(
+        r"computes wrong on .* \((token -?\d+ is none of \d+|19 log-pr.* of 20)\)", told(of)
     )
 
 

@@ -5,10 +5,10 @@ schedule/triton_codes.py says how a tile lies in memory. Here it is a tuple: sto
 on their way together.
 
 Codes that are whole numbers stay such, four to a word, and are multiplied as signed bytes by operands that are whole
-numbers of 16 bits: two bytes, 256 h + l, and a unit that the operands of a thread's four words share, by which the
-largest of them is LARGEST. So an operand is off by 2^-16 of the largest of its 32 (int8: 16) at most, where a bfloat16
-is off by 2^-9 of itself; sums are exact. E4M3's bits become those of a float32 that is 2^120 too small, a subnormal one
-included.
+numbers of 16 bits: two bytes, 256 h + l, and a unit that all operands of a thread share, a run of K, by which the
+largest of them is LARGEST. So an operand is off by 2^-16 of the largest of its run (64 values of a tile 1,024 words
+wide) at most, where a bfloat16 is off by 2^-9 of itself; sums are exact as int32, and rounded once to float32. Where
+there is no instruction for it, E4M3's bits become those of a float32 that is 2^120 too small, a subnormal one included.
 """
 
 import triton
@@ -136,9 +136,8 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
     what they sum up to; then, for zero points, the sums of operands that meet what is summed up (`sums_of_lines`)."""
     PACK: tl.constexpr = T.pack
     SHAPE: tl.constexpr = shape_of(T, K)
-    largest = tl.zeros_like(
-        parts[0]
-    )  # bits of floats without a sign: a NaN's are more than any other's
+    # Bits of floats without a sign: a NaN's are more than any other's.
+    largest = tl.zeros_like(parts[0])
     for i in tl.static_range(PACK):
         both = tl.maximum(
             tl.abs(low(parts[i], S)).to(tl.int32, bitcast=True),

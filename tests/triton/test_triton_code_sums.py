@@ -1,0 +1,164 @@
+"""Codes times operands in the Triton kernel, one tile alone: against the values that they stand for, in float64.
+
+Here are the layouts that models of full size have: several lines of a row, groups that end within a thread's run, warps
+that share a row.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
+    )
+
+from kog_triton.backends.triton.kernel import codes as kernel
+from kog_triton.backends.triton.kernel.codes import parts_of, sums_of_codes, with_scales
+from kog_triton.model.weight_format import Code
+from kog_triton.schedule.topology import SIZES, Sizes
+from kog_triton.schedule.triton import StageTiles
+from kog_triton.schedule.triton_codes import TileCodes, pack_codes
+
+KINDS = {
+    "int4 g32": TileCodes(Code.UINT4, 32, False),
+    "int4 g128": TileCodes(Code.UINT4, 128, False),
+    "int4 g32, zero points": TileCodes(Code.UINT4, 32, True),
+    "int4 g64, zero points": TileCodes(Code.UINT4, 64, True),
+    "int8 g32": TileCodes(Code.INT8, 32, False),
+    "int8 rows": TileCodes(Code.INT8, 0, False),
+    "int8 g32, zero points": TileCodes(Code.INT8, 32, True),
+    "int8 rows, zero points": TileCodes(Code.INT8, 0, True),
+    "fp8 g32": TileCodes(Code.E4M3, 32, False),
+    "fp8 g128": TileCodes(Code.E4M3, 128, False),
+}
+CASES = [  # words along K, rows, warps that share a row, dimension of the lines
+    (1024, 16, 1, 1),
+    (1024, 16, 1, 0),
+    (1024, 4, 2, 1),
+    (512, 16, 1, 1),
+    (1024, 4, 2, 0),
+    (128, 8, 1, 1),
+]
+
+
+@dataclass(frozen=True)
+class Known:
+    vendor: str
+    f16: bool
+    sizes: Sizes
+
+
+@triton.jit
+def multiply(x, w, out, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr):
+    WORDS: tl.constexpr = T.stored_width(0)
+    WIDE: tl.constexpr = min(WORDS, 128)
+    i = tl.arange(0, T.widths[0] // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    row, line, word = tl.arange(0, T.tile_rows), tl.arange(0, WORDS // WIDE), tl.arange(0, WIDE)
+    if AXIS == 1:
+        at = row[:, None, None] * WORDS + line[None, :, None] * WIDE + word[None, None, :]
+    else:
+        at = row[None, :, None] * WORDS + line[:, None, None] * WIDE + word[None, None, :]
+    tile = with_scales(tl.load(w + at), w, S, T, 0, AXIS)
+    operands = parts_of(tl.load(x + i), S, T, 0, PARTS)
+    y = sums_of_codes(tile, operands, S, T, 0, AXIS, PARTS)
+    tl.store(out + row, tl.sum(tl.sum(y, axis=2), axis=AXIS))
+
+
+def drawn(kind, rows, width, seed):
+    """Codes, scales and zero points, and the values that they stand for."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = kind.groups(width)
+    codes = torch.randint(0, 16 if kind.pack == 4 else 256, (rows, 2 * width), generator=draw)
+    codes = codes.to(torch.uint8)
+    if kind.is_e4m3:
+        codes[codes & 0x7F == 0x7F] = 1  # NaN
+        values = codes.view(torch.float8_e4m3fn).double()
+    elif kind.pack == 2:
+        values = codes.view(torch.int8).double()
+    else:
+        values = codes.double()
+    scales = torch.rand(rows, groups, generator=draw) + 0.5
+    zeros = torch.randint(0, 16, (rows, groups), generator=draw).float() + 0.25
+    values = values.view(rows, groups, -1)
+    less = zeros.double()[..., None] if kind.zero_points else kind.zero
+    values = ((values - less) * scales.double()[..., None]).view(rows, -1)
+    beside = [scales, zeros - kind.zero] if kind.zero_points else [scales]
+    return [codes[None], *(v.view(torch.uint8)[None] for v in beside)], values
+
+
+def sums(kind, case, dtype=torch.bfloat16, x=None):
+    """What the kernel makes of a tile and operands, what is right, and what that could be at most."""
+    width, rows, parts, axis = case
+    known = Known("cpu", dtype is torch.float16, SIZES["cpu"])
+    tiles = StageTiles("one", 0, rows, 2 * width, rows, (width,), 1, False, codes=kind)
+    given, values = drawn(kind, rows, width, width + rows)
+    packed = pack_codes(
+        kind, given, tiles.tile_shape(0, known.sizes.warps), partial(torch.cat, dim=1)
+    )
+    if x is None:
+        x = torch.randn(2 * width, generator=torch.Generator().manual_seed(1))
+    x, out = x.to(dtype), torch.empty(rows)
+    words = packed.contiguous().view(torch.int32).reshape(-1)
+    multiply[(1,)](x.view(torch.int32), words, out, known, tiles, axis, parts)
+    return out.double(), values @ x.double(), values.abs() @ x.double().abs()
+
+
+def is_right(got, want, most):
+    return bool(((got - want).abs() <= 2e-5 * most).all())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tile_times_operands_is_right(name, case):
+    assert is_right(*sums(KINDS[name], case))
+
+
+@pytest.mark.parametrize("name", ["int4 g128", "int8 rows, zero points"])
+def test_operands_of_float16_are_as_exact(name):
+    assert is_right(*sums(KINDS[name], CASES[0], torch.float16))
+
+
+@pytest.mark.parametrize("name", ["int4 g128", "fp8 g128"])
+def test_an_operand_that_is_none_is_not_hidden(name):
+    x = torch.ones(2 * CASES[0][0])
+    x[77] = float("nan")
+    assert sums(KINDS[name], CASES[0], x=x)[0].isnan().all()
+
+
+@triton.jit
+def one_run(x, LINES: tl.constexpr):
+    return tl.reshape(x, (LINES, x.shape[0] * 4))
+
+
+@triton.jit
+def no_low_byte(a, b, SELECT: tl.constexpr, S: tl.constexpr):
+    if SELECT == 0x5410:
+        return tl.full(a.shape, -0x7F7F7F80, tl.int32)
+    else:
+        return BYTES_OF(a, b, SELECT, S)
+
+
+@triton.constexpr_function
+def one_set(T, K):
+    return 1
+
+
+BYTES_OF = kernel.bytes_of
+FAULTS = {
+    "a thread's operands are those of a line": ("in_lines", one_run, "int4 g128"),
+    "operands without their low bytes": ("bytes_of", no_low_byte, "int4 g128"),
+    "one group for all of a run": ("sets_of", one_set, "int4 g32"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    function, wrong, name = FAULTS[fault]
+    monkeypatch.setattr(kernel, function, wrong)
+    assert not is_right(*sums(KINDS[name], CASES[0]))
