@@ -92,7 +92,7 @@ def drawn(kind, rows, width, seed):
     return [codes[None], *(v.view(torch.uint8)[None] for v in beside)], values
 
 
-def sums(kind, case, dtype=torch.bfloat16, x=None):
+def sums(kind, case, dtype=torch.bfloat16, x=None, drawn=drawn):
     """What the kernel makes of a tile and operands, what is right, and what that could be at most."""
     width, rows, parts, axis = case
     known = Known("cpu", dtype is torch.float16, SIZES["cpu"])
@@ -109,19 +109,46 @@ def sums(kind, case, dtype=torch.bfloat16, x=None):
     return out.double(), values @ x.double(), values.abs() @ x.double().abs()
 
 
-def is_right(got, want, most):
-    return bool(((got - want).abs() <= 2e-5 * most).all())
+def is_right(got, want, most, off=2e-5):
+    return bool(((got - want).abs() <= off * most).all())
+
+
+def limit_of(name):
+    """E4M3's products are float16: 2^-12 of each sum."""
+    return 2e-4 if KINDS[name].is_e4m3 else 2e-5
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_tile_times_operands_is_right(name, case):
-    assert is_right(*sums(KINDS[name], case))
+    assert is_right(*sums(KINDS[name], case), limit_of(name))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_e4m3_is_right_where_no_instruction_makes_float16_of_it(case, monkeypatch):
+    monkeypatch.setattr(kernel, "converts_e4m3", no_instruction)
+    assert is_right(*sums(KINDS["fp8 g128"], case))
+
+
+@pytest.mark.parametrize("times", [3e30, 1e-25])
+def test_operands_of_any_size_are_as_exact(times):
+    x = times * torch.randn(2 * CASES[0][0], generator=torch.Generator().manual_seed(2))
+    assert is_right(*sums(KINDS["fp8 g128"], CASES[0], x=x), limit_of("fp8 g128"))
 
 
 @pytest.mark.parametrize("name", ["int4 g128", "int8 rows, zero points"])
 def test_operands_of_float16_are_as_exact(name):
     assert is_right(*sums(KINDS[name], CASES[0], torch.float16))
+
+
+def test_the_largest_sums_of_e4m3_stay_within_float16():
+    def largest(kind, rows, width, seed):
+        (codes, scales), _ = drawn(kind, rows, width, seed)
+        each = scales.view(torch.float32)[0].double().repeat_interleave(kind.group, dim=1)
+        return [torch.full_like(codes, 0x7E), scales], 448 * each
+
+    x = torch.full((2 * CASES[0][0],), 1.9921875)
+    assert is_right(*sums(KINDS["fp8 g128"], CASES[0], x=x, drawn=largest), limit_of("fp8 g128"))
 
 
 @pytest.mark.parametrize("name", ["int4 g128", "fp8 g128"])
@@ -149,11 +176,22 @@ def one_set(T, K):
     return 1
 
 
-BYTES_OF = kernel.bytes_of
+@triton.constexpr_function
+def no_instruction(S):
+    return False
+
+
+@triton.jit
+def other_half_first(a, b, S: tl.constexpr):
+    return ROUNDED_TO_HALVES(b, a, S)
+
+
+BYTES_OF, ROUNDED_TO_HALVES = kernel.bytes_of, kernel.rounded_to_halves
 FAULTS = {
     "a thread's operands are those of a line": ("in_lines", one_run, "int4 g128"),
     "operands without their low bytes": ("bytes_of", no_low_byte, "int4 g128"),
     "one group for all of a run": ("sets_of", one_set, "int4 g32"),
+    "operands of the codes beside": ("rounded_to_halves", other_half_first, "fp8 g128"),
 }
 
 
@@ -161,4 +199,4 @@ FAULTS = {
 def test_a_planted_fault_is_seen(fault, monkeypatch):
     function, wrong, name = FAULTS[fault]
     monkeypatch.setattr(kernel, function, wrong)
-    assert not is_right(*sums(KINDS[name], CASES[0]))
+    assert not is_right(*sums(KINDS[name], CASES[0]), limit_of(name))

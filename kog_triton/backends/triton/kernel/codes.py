@@ -7,8 +7,13 @@ on their way together.
 Codes that are whole numbers stay such, four to a word, and are multiplied as signed bytes by operands that are whole
 numbers of 16 bits: two bytes, 256 h + l, and a unit that all operands of a thread share, a run of K, by which the
 largest of them is LARGEST. So an operand is off by 2^-16 of the largest of its run (64 values of a tile 1,024 words
-wide) at most, where a bfloat16 is off by 2^-9 of itself; sums are exact as int32, and rounded once to float32. Where
-there is no instruction for it, E4M3's bits become those of a float32 that is 2^120 too small, a subnormal one included.
+wide) at most, where a bfloat16 is off by 2^-9 of itself; sums are exact as int32, and rounded once to float32.
+
+E4M3 becomes float16, two to a word, where an instruction makes it so, as do operands, by a unit of a thread's again,
+a power of two: what is more than 2^-17 of the largest stays as it is. Sums of up to eight products are rounded to 11
+bits each, then go on as float32: KL off the float32 reference is 2.0e-3 where products in float32 have 1.9e-3
+(benchmarks/triton-log.md#scales). Elsewhere E4M3's bits become those of a float32 that is 2^120 too small, a subnormal
+one included.
 """
 
 import triton
@@ -16,17 +21,24 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     bytes_of,
-    converted_e4m3,
     converts_e4m3,
     dot4,
+    halves_of_e4m3,
+    multiply_halves,
     pin,
+    rounded_to_halves,
+    sum_of_halves,
 )
-from kog_triton.backends.triton.kernel.words import LINE, high, low
+from kog_triton.backends.triton.kernel.words import high, low
 
 E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
 # Sign, exponent and mantissa as a float32 has them: 0x87f00000.
 E4M3_BITS: tl.constexpr = tl.constexpr(-0x78100000)
 LARGEST: tl.constexpr = tl.constexpr(127 * 256.0)
+# Bits of a float32: its power of two, and what takes three off that. Eight products of less than 16 with 448, E4M3's
+# largest, are less than 57,344 together, and float16 ends at 65,504.
+EXPONENT: tl.constexpr = tl.constexpr(0x7F800000)
+EIGHT_TIMES: tl.constexpr = tl.constexpr(3 << 23)
 # Its last bit counts for one, so that what is added to it stands in its mantissa as a whole number; half of a byte more
 # rounds h and leaves l + 128.
 ROUNDER: tl.constexpr = tl.constexpr(1.5 * 2**23 + 128)
@@ -37,24 +49,20 @@ HIGH_FOUR: tl.constexpr = tl.constexpr(-0x0F0F0F10)  # the four highest
 
 
 @triton.jit
-def e4m3_values(w, S: tl.constexpr):
+def e4m3_values(w):
     """The four E4M3 codes of each word, float32."""
-    if converts_e4m3(S):
-        return converted_e4m3(w)
-    else:
-        values = ()
-        for i in tl.static_range(4):
-            bits = ((w << (24 - 8 * i)) >> 4) & E4M3_BITS
-            values = values + (bits.to(tl.float32, bitcast=True) * E4M3_UNIT,)
-        return values
+    values = ()
+    for i in tl.static_range(4):
+        bits = ((w << (24 - 8 * i)) >> 4) & E4M3_BITS
+        values = values + (bits.to(tl.float32, bitcast=True) * E4M3_UNIT,)
+    return values
 
 
 @triton.constexpr_function
 def shape_of(T, K):
     """Lines of a row of tile K's stored words, and threads that each read four words of a line."""
-    words = T.stored_width(K)
-    wide = min(words, LINE.value)
-    return words // wide, wide // 4
+    shape = T.tile_shape(K, 1)
+    return shape.lines, shape.threads
 
 
 @triton.constexpr_function
@@ -124,19 +132,24 @@ def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.con
         a, c = tl.split(even)
         b, d = tl.split(odd)
         parts = (a, b, c, d)
-    if T.codes.is_e4m3:
-        return pin(in_lines(parts[0], SHAPE[0]), S), pin(in_lines(parts[1], SHAPE[0]), S)
-    else:
+    if not T.codes.is_e4m3:
         return whole_numbers(parts, S, T, K, PARTS)
+    elif converts_e4m3(S):
+        # A power of two, so that operands are what they were: the largest is less than 16 of it.
+        unit = (largest_of(parts, S, T).to(tl.int32, bitcast=True) & EXPONENT) - EIGHT_TIMES
+        inverse = tl.expand_dims(1.0 / unit.to(tl.float32, bitcast=True), 1)
+        a, b = parts
+        first = rounded_to_halves(low(a, S) * inverse, high(a, S) * inverse, S)
+        second = rounded_to_halves(low(b, S) * inverse, high(b, S) * inverse, S)
+        return pin(in_lines(first, SHAPE[0]), S), pin(in_lines(second, SHAPE[0]), S), pin(unit, S)
+    else:
+        return pin(in_lines(parts[0], SHAPE[0]), S), pin(in_lines(parts[1], SHAPE[0]), S)
 
 
 @triton.jit
-def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
-    """Operands as bytes: for each word of codes in a stored one (`codes_in`) h and l, as lines; then a thread's unit of
-    what they sum up to; then, for zero points, the sums of operands that meet what is summed up (`sums_of_lines`)."""
+def largest_of(parts, S: tl.constexpr, T: tl.constexpr):
+    """The largest operand of a thread, without its sign; a NaN's bits are more than any other's."""
     PACK: tl.constexpr = T.pack
-    SHAPE: tl.constexpr = shape_of(T, K)
-    # Bits of floats without a sign: a NaN's are more than any other's.
     largest = tl.zeros_like(parts[0])
     for i in tl.static_range(PACK):
         both = tl.maximum(
@@ -145,7 +158,16 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
         )
         largest = tl.maximum(largest, both)
     largest = tl.max(largest, axis=1).to(tl.float32, bitcast=True)
-    largest = tl.where(largest < LEAST, LEAST, largest)
+    return tl.where(largest < LEAST, LEAST, largest)
+
+
+@triton.jit
+def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+    """Operands as bytes: for each word of codes in a stored one (`codes_in`) h and l, as lines; then a thread's unit of
+    what they sum up to; then, for zero points, the sums of operands that meet what is summed up (`sums_of_lines`)."""
+    PACK: tl.constexpr = T.pack
+    SHAPE: tl.constexpr = shape_of(T, K)
+    largest = largest_of(parts, S, T)
     inverse = tl.expand_dims(1.0 / largest * LARGEST, 1)
     xs = ()
     total = tl.zeros_like(parts[0])
@@ -235,10 +257,18 @@ def sums_of_codes(
     PACK: tl.constexpr = T.pack
     FOURS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
     scale = for_lines(tile[1], T, K, AXIS)
-    if T.codes.is_e4m3:
+    if T.codes.is_e4m3 and converts_e4m3(S):
+        codes = halves_of_e4m3(w, S)
+        products = tl.zeros_like(w)
+        for i in tl.static_range(PACK):
+            products = multiply_halves(codes[i], tl.expand_dims(xs[i], 1 - AXIS), products, S)
+        total = sum_of_halves(tl.reshape(products, FOURS), S)
+        unit = tl.expand_dims(tl.expand_dims(xs[PACK], 0), 0).to(tl.float32, bitcast=True)
+        return sums_of_lines(total, T, K, AXIS, PARTS) * (scale * unit)
+    elif T.codes.is_e4m3:
         EIGHTS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
         total = tl.zeros((w.shape[0], w.shape[1], w.shape[2] // 4), tl.float32)
-        values = e4m3_values(w, S)
+        values = e4m3_values(w)
         for i in tl.static_range(PACK):
             x = tl.expand_dims(xs[i], 1 - AXIS)
             both = tl.join(values[2 * i] * low(x, S), values[2 * i + 1] * high(x, S))

@@ -157,26 +157,100 @@ def dot4(a, b, total, S: tl.constexpr):
 
 @triton.constexpr_function
 def converts_e4m3(S):
-    """Whether there is an instruction from E4M3 to float16."""
+    """Whether an instruction makes float16 of E4M3; the interpreter does as if."""
     target = current_target()
-    return S.vendor == "nvidia" and target is not None and target.arch >= 89
+    return target is None or (S.vendor == "nvidia" and target.arch >= 89)
 
 
 @triton.jit
-def converted_e4m3(w):
-    """The four E4M3 codes of each word, float32."""
+def first_half(w):
+    return w.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def second_half(w):
+    return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def two_halves(a, b):
+    """float16 a and b as one word, a in its low half."""
+    first = a.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return first | (b.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def rounded_to_halves(a, b, S: tl.constexpr):
+    """float32 a and b as float16 in one word, a in its low half."""
+    if S.vendor == "nvidia":
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [a, b], tl.int32, True, 1
+        )
+    else:
+        return two_halves(a.to(tl.float16), b.to(tl.float16))
+
+
+@triton.jit
+def halves_of_e4m3(w, S: tl.constexpr):
+    """The four E4M3 codes of each word, two words of two float16 values."""
+    if S.vendor == "nvidia":
+        return tl.inline_asm_elementwise(
+            "{\n.reg .b16 first, last;\nmov.b32 {first, last}, $2;\n"
+            "cvt.rn.f16x2.e4m3x2 $0, first;\ncvt.rn.f16x2.e4m3x2 $1, last;\n}",
+            "=r,=r,r",
+            [w],
+            (tl.int32, tl.int32),
+            True,
+            1,
+        )
+    else:
+        pairs = ()
+        for i in tl.static_range(2):
+            codes = w >> (16 * i)
+            # Sign, exponent and mantissa where float16 has them, whose exponent counts from 8 lower.
+            a = (codes & 128) << 8 | (codes & 127) << 7
+            b = (codes & 0x8000) << 16 | (codes & 0x7F00) << 15
+            a, b = first_half(a), second_half(b)
+            pairs = pairs + (two_halves(a * 256, b * 256),)
+        return pairs
+
+
+@triton.jit
+def multiply_halves(a, b, onto, S: tl.constexpr):
+    """onto + a * b of words of two float16 values."""
+    if S.vendor == "nvidia":
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, onto], tl.int32, True, 1
+        )
+    else:
+        first = first_half(a) * first_half(b) + first_half(onto)
+        return two_halves(first, second_half(a) * second_half(b) + second_half(onto))
+
+
+@triton.jit
+def add_halves(a, b):
     return tl.inline_asm_elementwise(
-        "{\n.reg .b16 first, last, a, b;\n.reg .b32 pair;\nmov.b32 {first, last}, $4;\n"
-        "cvt.rn.f16x2.e4m3x2 pair, first;\nmov.b32 {a, b}, pair;\n"
-        "cvt.f32.f16 $0, a;\ncvt.f32.f16 $1, b;\n"
-        "cvt.rn.f16x2.e4m3x2 pair, last;\nmov.b32 {a, b}, pair;\n"
-        "cvt.f32.f16 $2, a;\ncvt.f32.f16 $3, b;\n}",
-        "=r,=r,=r,=r,r",
-        [w],
-        (tl.float32, tl.float32, tl.float32, tl.float32),
-        True,
-        1,
+        "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1
     )
+
+
+@triton.jit
+def sum_of_halves(w, S: tl.constexpr):
+    """The sum of the two float16 values of each word along the last dimension, float32."""
+    AXIS: tl.constexpr = len(w.shape) - 1
+    if S.vendor == "nvidia":
+        return tl.inline_asm_elementwise(
+            "{\n.reg .b16 a, b;\n.reg .f32 c, d;\nmov.b32 {a, b}, $1;\n"
+            "cvt.f32.f16 c, a;\ncvt.f32.f16 d, b;\nadd.rn.f32 $0, c, d;\n}",
+            "=r,r",
+            [tl.reduce(w, AXIS, add_halves)],
+            tl.float32,
+            True,
+            1,
+        )
+    else:
+        first, second = tl.sum(first_half(w), axis=AXIS), tl.sum(second_half(w), axis=AXIS)
+        return first.to(tl.float32) + second.to(tl.float32)
 
 
 @triton.jit
