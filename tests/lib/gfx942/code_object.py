@@ -41,11 +41,12 @@ class CodeObject:
 
     @property
     def sha256(self) -> str:
-        """Of what a GPU and its driver read: not of what debuggers do, which names the folder of the source."""
+        """16 digits of it, of what a GPU and its driver read: not of what debuggers do, which names the source's
+        folder."""
         digest = hashlib.sha256()
         for name in (".note", ".rodata", ".text"):
             digest.update(self._loaded[1][name].content)
-        return digest.hexdigest()
+        return digest.hexdigest()[:16]
 
     @functools.cached_property
     def _loaded(self) -> tuple[bytes, dict[str, Any]]:
