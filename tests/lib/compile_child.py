@@ -13,8 +13,9 @@ from typing import Any
 
 import triton
 
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import Head
+from kog_triton.model.weight_format import FORMATS
 from tests.lib.compile_report import compile_report
 from tests.lib.lowering_cases import lanes
 from tests.lib.ring_walker import spec_of
@@ -25,6 +26,8 @@ SHAPES = {
     "tiny": (spec_of(), SMALL),
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
     "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
+    "qwen3-8b, fp8": (with_format(named_shape("qwen3-8b"), FORMATS["fp8-block"]), {}),
+    "qwen3-8b, int4": (with_format(named_shape("qwen3-8b"), FORMATS["int4-g128"]), {}),
     "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads
     "two rows a block": (spec_of(hidden_size=52, intermediate_size=92), {"num_blocks": 132}),
     "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),

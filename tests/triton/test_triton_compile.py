@@ -243,6 +243,26 @@ def test_llama_on_other_amd_gpus(target, reports_of, compiler):
     assert sum(report.instructions.values()) <= 20000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target, weights, spilled, products, least",
+    [
+        ("sm_90", "fp8", 64, r"HFMA2.*", 1000),  # 24 bytes, 1,216 products
+        ("sm_90", "int4", 128, r"IDP\.4A.*", 500),
+        ("gfx942", "fp8", 832, r"v_(pk_)?fma.*_f32.*", 1000),  # 776 bytes
+        ("gfx942", "int4", 0, r"v_dot4_i32_i8", 500),
+    ],
+)
+def test_narrow_weights_compile(target, weights, spilled, products, least, reports_of, compiler):
+    """A tile's codes are multiplied two or four an instruction where there is one, out of the widest loads."""
+    (report,) = reports_of(target, f"qwen3-8b, {weights}")
+    check_polls(report)
+    assert report.registers <= (512 if target == "gfx942" else 255)
+    assert report.spilled_bytes <= (spilled if PINNED else 4 * spilled + 96)
+    assert report.count(products) >= least
+    assert report.count(r"LDG\.E\.(EF\.)?128.*|(buffer|global)_load_dwordx4.*") >= 100
+
+
 @pytest.mark.parametrize("target", some_always(TARGETS, "gfx942"))
 def test_prompts_in_chunks_compile_for_every_target(target, reports_of, compiler):
     """In one kernel with decode, whose polls stay wide and whose registers suffice; on matrix units."""
