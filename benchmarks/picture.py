@@ -192,7 +192,8 @@ def picture(records: list[dict[str, Any]], colors: Colors) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
-            f'width="{WIDTH}" height="{height:g}" role="img" font-family="{FONT}" font-size="{SIZE}" fill="{colors["text"]}">',
+            f'width="{WIDTH}" height="{height:g}" role="img" font-family="{FONT}" font-size="{SIZE}" '
+            f'fill="{colors["text"]}">',
             "<title>Tokens per second of one request, beside what memory allows</title>",
             f"<desc>{escape(told(shown))}</desc>",
             *body,
