@@ -131,16 +131,19 @@ async def render(
     `bounded`: TooLong for far more tokens than the context has, without a look at all of them.
     """
     tokenizer = service.model.tokenizer
-    plain, how = _told(tokenizer, messages, tools, kwargs)
-    service.check_length(sum(_characters(message["content"]) for message in plain))
-    return await asyncio.to_thread(
-        tokenizer.encode_chat,
-        plain,
-        most=service.model.opened.max_context if bounded else None,
-        add_generation_prompt=add_generation_prompt,
-        whose=whose,
-        **how,
-    )
+
+    def encode() -> list[int]:
+        plain, how = _told(tokenizer, messages, tools, kwargs)
+        service.check_length(sum(_characters(message["content"]) for message in plain))
+        return tokenizer.encode_chat(
+            plain,
+            most=service.model.opened.max_context if bounded else None,
+            add_generation_prompt=add_generation_prompt,
+            whose=whose,
+            **how,
+        )
+
+    return await asyncio.to_thread(encode)
 
 
 def _told(
@@ -283,10 +286,12 @@ async def _opens_reasoning(
         return False
     if not words.strip():
         return True
-    plain, how = _told(tokenizer, body.messages, tools, kwargs)
 
-    def tags(answer: bool) -> int:
-        return tokenizer.render_chat(plain, add_generation_prompt=answer, **how).count(OPEN)
+    def is_templates() -> bool:
+        plain, how = _told(tokenizer, body.messages, tools, kwargs)
+        ends = (body.add_generation_prompt, False)
+        texts = (tokenizer.render_chat(plain, add_generation_prompt=end, **how) for end in ends)
+        asked, said = (text.count(OPEN) for text in texts)
+        return asked > said
 
-    asked = await asyncio.to_thread(tags, body.add_generation_prompt)
-    return asked > await asyncio.to_thread(tags, False)
+    return await asyncio.to_thread(is_templates)

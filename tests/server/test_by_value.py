@@ -18,7 +18,7 @@ from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.structured import StructuredOutputsParams
-from kog_triton.server import child, figures, wire
+from kog_triton.server import child, figures, json_body, wire
 from kog_triton.server import service as service_module
 from kog_triton.server.admission import Admission
 from kog_triton.server.asked import read_chat, render, template_kwargs
@@ -443,6 +443,26 @@ def test_scores_of_a_long_prompt_are_told_in_portions():
     scores = [message.tokens for message in told if isinstance(message, wire.Scores)]
     assert [one.token for some in scores for one in some] == list(range(599))
     assert max(map(len, scores)) <= 256
+
+
+def test_a_large_body_is_read_beside_the_event_loop(monkeypatch):
+    """8 MiB of empty lists took 6 s of every stream."""
+    places = []
+    monkeypatch.setattr(
+        json_body, "check_depth", lambda value: places.append(threading.current_thread())
+    )
+
+    def read(body):
+        async def receive():
+            return {"type": "http.request", "body": body}
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        return asyncio.run(json_body.JsonRequest(scope, receive).json())
+
+    assert read(b"[1]") == [1] and len(read(b"[" + b"1," * 50_000 + b"1]")) == 50_001
+    assert [place is threading.main_thread() for place in places] == [True, False]
+    with pytest.raises(Problem, match="the body has more than 262144 brackets"):
+        read(b"[" + b"[]," * (1 << 18) + b"[]]")
 
 
 # ---- templates, echo, pace, restarts ----

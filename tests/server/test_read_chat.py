@@ -1,16 +1,20 @@
 """What a conversation's request becomes: roles, parts, lengths, and where the shape of its answer begins."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from kog_triton.errors import TooLong
+from kog_triton.server import asked
 from kog_triton.server.asked import read_chat, render
 from kog_triton.server.pacing import Interval
 from kog_triton.server.schemas.chat import ChatBody, Message
 from kog_triton.server.schemas.messages import MessagesBody
 from kog_triton.server.schemas.responses import chat_messages
+from kog_triton.server.schemas.tokens import TokenizeBody
 from kog_triton.server.service import Service
 
 
@@ -92,6 +96,18 @@ def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_b
     assert tokenizer.given == []
     fits = [Message(role="user", content=long[:1])]
     assert asyncio.run(render(service, fits, (), True, {}, bounded=False)) == [1]
+
+
+def test_a_long_conversation_is_made_plain_beside_the_event_loop(monkeypatch):
+    """65,536 messages take 0.2 s; more are not read."""
+    plain, places = asked._plain, []
+    monkeypatch.setattr(
+        asked, "_plain", lambda *told: places.append(threading.current_thread()) or plain(*told)
+    )
+    asked_of(FakeTokenizer("", "<think>\nSo"))
+    assert places and threading.main_thread() not in places
+    with pytest.raises(ValidationError, match="at most 65536 items"):
+        TokenizeBody(messages=[{"role": "user", "content": ""}] * 65537)
 
 
 BLOCKS = [{"type": "text", "text": t} for t in "ab"]
