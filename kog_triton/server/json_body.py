@@ -16,7 +16,7 @@ from kog_triton.errors import first_line
 from kog_triton.server.problems import Problem
 
 MAX_DEPTH = 64
-# That open, in texts too: as many lists take pydantic 0.2 s to read, and 0.2 s to validate, in which every stream waits.
+# That open, in texts too: as many lists take pydantic 0.2 s to read and 0.3 s to validate, in which every stream waits.
 # 65,536 messages of a part each have fewer.
 MAX_BRACKETS = 1 << 18
 LARGE = 1 << 16  # bytes: of the worst body they take 50 ms

@@ -14,6 +14,7 @@ import pytest
 
 from kog_triton.backends.mailbox import Failure, PromptLogprob, Request, Step
 from kog_triton.errors import RunError
+from kog_triton.generation import Generation
 from kog_triton.server import answering
 from kog_triton.server.completion_answer import CompletionAnswer
 from kog_triton.server.http_protocol import ABORT
@@ -304,3 +305,22 @@ def test_a_prompt_that_is_echoed_is_decoded_beside_the_event_loop(model, monkeyp
     asyncio.run(ask())
     assert b'"text":"ab","logprobs":{"tokens":["a","b"]' in b"".join(sent)
     assert not on_loop & {97, 98, 99}
+
+
+def test_who_leaves_while_a_prompt_is_spelled_hears_no_more(model, monkeypatch):
+    take = Generation.take_scores
+
+    async def ask():
+        jobs = [Job(None, (97, 98), model.default_params(temperature=1.0))]
+        samples = Samples(Scoring(1, 0, 0), model, ServerMetrics(), jobs, Interval())
+        loop = asyncio.get_running_loop()
+
+        def leave(generation):
+            loop.call_soon_threadsafe(samples.cancel)
+            take(generation)
+
+        monkeypatch.setattr(Generation, "take_scores", leave)
+        await samples.start()
+        return [news async for news in samples]
+
+    assert asyncio.run(ask()) == []
