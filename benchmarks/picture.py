@@ -42,8 +42,8 @@ THEMES: dict[str, Colors] = {  # as GitHub's pages are, light and dark
         "cuda": "#4c3fbf",
         "triton": "#8278d6",
         "peer": "#d5dae0",
-        "on_cuda": "#ffffff",
-        "on_triton": "#ffffff",
+        "on_cuda": "#fff",
+        "on_triton": "#fff",
         "on_peer": "#1f2328",
     },
     "dark": {
@@ -53,11 +53,12 @@ THEMES: dict[str, Colors] = {  # as GitHub's pages are, light and dark
         "cuda": "#6e5ff0",
         "triton": "#4a3f9e",
         "peer": "#343b44",
-        "on_cuda": "#ffffff",
-        "on_triton": "#ffffff",
+        "on_cuda": "#fff",
+        "on_triton": "#fff",
         "on_peer": "#f0f6fc",
     },
 }
+SIZE, INKS = 13, {colors["text"] for colors in THEMES.values()}  # of words that name none
 FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 WIDTH, LEFT, AXIS = 880, 184, 616  # of the picture; where bars begin; how long one at the limit is
 TOP, BAR, STEP, BETWEEN, BOTTOM = 92, 22, 26, 20, 56  # heights
@@ -83,8 +84,10 @@ def allowed(row: dict[str, Any]) -> float:
     return 1e6 / row["floor"]["measured_us"]
 
 
-def words(x: float, y: float, what: str, color: str, size: int = 13, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}"{more}>{what}</text>'
+def words(x: float, y: float, what: str, color: str, size: int = SIZE, more: str = "") -> str:
+    more = more if size == SIZE else f' font-size="{size}"{more}'
+    more = more if color in INKS else f' fill="{color}"{more}'
+    return f'<text x="{round(x, 1):g}" y="{y:g}"{more}>{what}</text>'
 
 
 BOLD, END = ' font-weight="600"', ' text-anchor="end"'
@@ -189,7 +192,8 @@ def picture(records: list[dict[str, Any]], colors: Colors) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
-            f'width="{WIDTH}" height="{height:g}" role="img" font-family="{FONT}">',
+            f'width="{WIDTH}" height="{height:g}" role="img" font-family="{FONT}" font-size="{SIZE}" '
+            f'fill="{colors["text"]}">',
             "<title>Tokens per second of one request, beside what memory allows</title>",
             f"<desc>{escape(told(shown))}</desc>",
             *body,

@@ -120,6 +120,15 @@ class Generation:
         if self.finish_reason is None:
             self.finish_reason = FINISH_REASONS["cancel"]
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether there are log-probabilities of the prompt that `take_scores`, or else `poll`, has yet to spell."""
+        return self._claim.has_prompt
+
+    def take_scores(self) -> None:
+        """Spell those that are there: the one part of `poll` that is not short."""
+        self._prompt_logprobs += [self._candidates(p) for p in self._claim.read_prompt()]
+
     def poll(self, timeout: float | None = 0.0) -> Delta | None:
         """What is new, waiting up to `timeout` seconds for it (None: as long as it takes).
 
@@ -184,7 +193,7 @@ class Generation:
         """Turn steps into the next delta; what was made after a stop string is dropped."""
         now, first, texts = time.perf_counter(), len(self.token_ids), []
         if self.request.prompt_logprobs is not None:
-            self._prompt_logprobs += [self._candidates(p) for p in self._claim.read_prompt()]
+            self.take_scores()
         for step in steps:
             if isinstance(step, Failure):
                 self.finish_reason = FINISH_REASONS["cancel"]

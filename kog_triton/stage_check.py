@@ -37,7 +37,7 @@ def check_new_gpu(backend: type[Backend], spec: ModelSpec, options: BackendOptio
     if gpu is None or gpu.proven:
         return
     where = f"{gpu.name}, {gpu.share}" if gpu.share else gpu.name
-    log.warning("%s: this project has never run on it: every stage is tested", where)
+    log.warning("%s: this project has never run on it: every stage and kernel is tested", where)
     begun = time.perf_counter()
     small, gpus = small_model(spec, options.dtype, options.num_gpus), options.num_gpus
     count = check_stages(backend, small, where)

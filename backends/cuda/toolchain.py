@@ -13,6 +13,7 @@ FLAGS = ("-std=c++20", "-lineinfo")
 # What kernels are compiled for. "auto" takes them on Hopper alone, since they have run nowhere else.
 HOPPER = "sm_90a"
 ARCHS = (HOPPER, "sm_100a", "sm_120a")
+SAY_S = 30.0  # for a compiler to say its version, from a slow disk too
 
 
 def compiler_name() -> str:
@@ -29,9 +30,11 @@ def compiler_name() -> str:
     if nvcc is None:
         raise DeviceError("no CUDA compiler: pip install cupy-cuda13x, or put nvcc on the PATH")
     try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=SAY_S)
     except OSError as error:
         raise DeviceError(f"{nvcc} does not run: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError(f"{nvcc} --version does not end within {SAY_S:g} s") from error
     if done.returncode:
         said = done.stderr or done.stdout or f"status {done.returncode}"
         raise DeviceError(f"{nvcc} --version fails: {first_line(said)}")

@@ -67,10 +67,8 @@ def _there(places: Iterable[str]) -> list[Clang]:
     return [_look_at(place, os.stat(place).st_mtime_ns) for place in found]
 
 
-@functools.cache
 def _look_at(place: str, changed: int) -> Clang:
-    """Asked once, as long as it does not change."""
-    of_lld, said = _say(place, "-v", "-print-prog-name=lld")
+    of_lld, said = _say(place, changed, "-v", "-print-prog-name=lld")
     found = re.search(r"version (\d+)", said)
     version = int(found[1]) if found else 0
     why_not = ""
@@ -87,18 +85,28 @@ def compilers() -> dict[str, str]:
     """What each of NAMES says of itself, and where it is, in the order in which they are taken; "" for one that is not
     here, or of no use."""
     usable = [clang for clang in clangs() if not clang.why_not]
-    hipcc = shutil.which(_rocm("bin/hipcc")) or shutil.which("hipcc")
-    version = _say(hipcc, "--version")[0] if hipcc else ""
+    hipcc, version = _hipcc()
     return {
-        "clang++": f"{usable[0].said} of {usable[0].place}" if usable else "",
-        "hipcc": f"{version} of {hipcc}" if version else "",
+        "clang++": _at(usable[0].said, usable[0].place) if usable else "",
+        "hipcc": _at(version, hipcc) if version else "",
         "hipRTC": _version_of_library(),
     }
 
 
+def _hipcc() -> tuple[str, str]:
+    """Where it is, and its version; "" for what there is not."""
+    place = shutil.which(_rocm("bin/hipcc")) or shutil.which("hipcc") or ""
+    return place, _say(place, os.stat(place).st_mtime_ns, "--version")[0] if place else ""
+
+
+def _at(said: str, place: str) -> str:
+    """The first " of " is this one: compile_child.py takes the place from behind it."""
+    return f"{said.replace(' of ', ' ')} of {place}"
+
+
 def compilers_in_words() -> str:
     """For `kog doctor`."""
-    why_not = {"clang++": _why_not()}
+    why_not = _why_not()
     return ", ".join(
         f"{name}: {said or why_not.get(name) or 'not found'}" for name, said in compilers().items()
     )
@@ -109,27 +117,36 @@ def compiler_name() -> str:
     for name, version in compilers().items():
         if version:
             return f"{name}: {version}"
-    why_not = f" ({_why_not()})" if _why_not() else ""
+    reasons = ", ".join(filter(None, _why_not().values()))
+    why_not = f" ({reasons})" if reasons else ""
     raise DeviceError(
         f"no compiler for AMD GPUs, none of {', '.join(NAMES)}{why_not}: install ROCm, set ROCM_PATH to where it lies, "
         f"or put a clang++ of {LEAST_CLANG} or newer, with lld, on the PATH"
     )
 
 
-def _why_not() -> str:
-    """Of every clang++ that is there and cannot be taken."""
-    return ", ".join(clang.why_not for clang in clangs() if clang.why_not)
+def _why_not() -> dict[str, str]:
+    """Of what is there and cannot be taken, by NAMES."""
+    hipcc, version = _hipcc()
+    return {
+        "clang++": ", ".join(clang.why_not for clang in clangs() if clang.why_not),
+        "hipcc": f"hipcc at {hipcc} does not say its version" if hipcc and not version else "",
+    }
 
 
 def _rocm(place: str) -> str:
     return os.path.join(os.environ.get("ROCM_PATH") or "/opt/rocm", place)
 
 
-def _say(program: str, *arguments: str) -> tuple[str, str]:
-    """The first line of stdout and of stderr; nothing of a program that fails."""
+@functools.cache
+def _say(program: str, changed: int, *arguments: str) -> tuple[str, str]:
+    """The first line of stdout and of stderr; nothing of a program that fails, or hangs. Asked once, as long as it does
+    not change."""
     try:
-        said = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        said = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, check=True, timeout=cuda.SAY_S
+        )
+    except (OSError, subprocess.SubprocessError):
         return "", ""
     first, second = (text.strip().partition("\n")[0] for text in (said.stdout, said.stderr))
     return first, second
@@ -143,7 +160,7 @@ def _version_of_library() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     if library.hiprtcVersion(ctypes.byref(major), ctypes.byref(minor)):
         return ""
-    return f"{major.value}.{minor.value} of {place}"
+    return _at(f"{major.value}.{minor.value}", place)
 
 
 def flags_for(arch: str) -> tuple[str, ...]:

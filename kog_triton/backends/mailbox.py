@@ -116,6 +116,11 @@ class Inbox:
         self._begun = True
         return step
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether `read_prompt` would bring any."""
+        return bool(self._prompt)
+
     def read_prompt(self) -> list[PromptLogprob]:
         """What `push_prompt` brought that was not read before."""
         return [self._prompt.popleft() for _ in range(len(self._prompt))]

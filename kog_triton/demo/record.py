@@ -52,7 +52,11 @@ def record(
     runs = {"demo": describe(*demo), "twin": describe(*twin)}
     if runs["demo"]["settings"] != runs["twin"]["settings"]:
         raise RunError("demo and twin were trained under other settings; train one of them again")
-    return {"environment": read(environment), **runs, "corpus": read(manifest)}
+    corpus = read(manifest)
+    columns = [*corpus["packages"][0]]  # named once: there are hundreds of rows
+    rows = [[package[name] for name in columns] for package in corpus["packages"]]
+    corpus["packages"] = {"columns": columns, "rows": rows}
+    return {"environment": read(environment), **runs, "corpus": corpus}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A small model like a given one: its type, its heads' sizes and all its options, but few layers, columns and words.
 
-Its kernels compile and run in seconds, so every stage is tested on it (stage_check.py).
+Its kernels compile and run in seconds, so every stage and kernel is tested on it (stage_check.py).
 """
 
 from kog_triton.model.spec import DTYPES, ModelSpec

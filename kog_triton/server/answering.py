@@ -128,7 +128,8 @@ class Answer(Response):
                 self._renderer.take(news)
             if self._samples.cancelled:
                 return  # nobody is there
-            body = encode(self._renderer.whole())
+            # of a long prompt that is echoed it takes a second, in which streams would wait
+            body = await asyncio.to_thread(lambda: encode(self._renderer.whole()))
         except Exception as error:
             problem = self._problem(error)
             status, body = problem.status, encode(self._renderer.error_body(problem))

@@ -13,6 +13,7 @@ from kog_triton.server.samples import Job
 from kog_triton.server.schemas.chat import ChatBody, Message, Tool, parts_of
 from kog_triton.server.service import Service
 from kog_triton.server.tool_grammar import forced_call
+from kog_triton.text import Tokenizer
 from kog_triton.text.answer import AnswerParser
 from kog_triton.text.reasoning import CLOSE, OPEN
 
@@ -21,7 +22,7 @@ TEMPLATE_KWARGS = frozenset(
     ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "preserve_thinking"]
 )
 UNSUPPORTED = ("audio", "functions", "function_call")
-TAIL_IDS = 16  # of a prompt's end, in which a block of reasoning may open
+TAIL_IDS = 64  # of a prompt's end, in which a block of reasoning may open
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ async def read_chat(
             )
         assert tool_parser is not None
         given["structured_outputs"] = forced_call(tool_parser, tools, name)
-    inside = model.reasons and _opens_reasoning(model, token_ids)
+    inside = model.reasons and await _opens_reasoning(model, body, tools, kwargs, token_ids)
     if inside and (shape := given.get("structured_outputs")) is not None:
         # reasoning that the prompt has opened is no part of the shape; else there is no room for any
         given["structured_outputs"] = replace(shape, behind=shape.behind or CLOSE)
@@ -130,19 +131,32 @@ async def render(
     `bounded`: TooLong for far more tokens than the context has, without a look at all of them.
     """
     tokenizer = service.model.tokenizer
+
+    def encode() -> list[int]:
+        plain, how = _told(tokenizer, messages, tools, kwargs)
+        service.check_length(sum(_characters(message["content"]) for message in plain))
+        return tokenizer.encode_chat(
+            plain,
+            most=service.model.opened.max_context if bounded else None,
+            add_generation_prompt=add_generation_prompt,
+            whose=whose,
+            **how,
+        )
+
+    return await asyncio.to_thread(encode)
+
+
+def _told(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A conversation and how it is written, as the tokenizer takes them."""
     knows_developer = any("developer" in text for text in tokenizer.chat_templates.values())
     plain = [_plain(message, i, knows_developer) for i, message in enumerate(messages)]
-    service.check_length(sum(_characters(message["content"]) for message in plain))
-    return await asyncio.to_thread(
-        tokenizer.encode_chat,
-        plain,
-        most=service.model.opened.max_context if bounded else None,
-        content_format="string",  # a template that loops over a user's parts may take the system's as text
-        tools=list(tools) or None,
-        add_generation_prompt=add_generation_prompt,
-        whose=whose,
-        **kwargs,
-    )
+    # a template that loops over a user's parts may take the system's as text
+    return plain, {**kwargs, "content_format": "string", "tools": list(tools) or None}
 
 
 def template_kwargs(
@@ -257,7 +271,27 @@ def _call(call: dict[str, Any], index: int) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _opens_reasoning(model: ServedModel, token_ids: Sequence[int]) -> bool:
-    """Whether the prompt ends with the tag: further ahead it may be somebody's words."""
-    tail = model.tokenizer.decode(token_ids[-TAIL_IDS:], skip_special_tokens=False)
-    return tail.rstrip().endswith(OPEN)
+async def _opens_reasoning(
+    model: ServedModel,
+    body: ChatBody,
+    tools: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+    token_ids: Sequence[int],
+) -> bool:
+    """Whether the prompt ends inside a block that the template has opened: further ahead it may be somebody's words."""
+    tokenizer = model.tokenizer
+    tail = tokenizer.decode(token_ids[-TAIL_IDS:], skip_special_tokens=False)
+    _, tag, words = tail.rpartition(OPEN)
+    if not tag or CLOSE in words:
+        return False
+    if not words.strip():
+        return True
+
+    def is_templates() -> bool:
+        plain, how = _told(tokenizer, body.messages, tools, kwargs)
+        ends = (body.add_generation_prompt, False)
+        texts = (tokenizer.render_chat(plain, add_generation_prompt=end, **how) for end in ends)
+        asked, said = (text.count(OPEN) for text in texts)
+        return asked > said
+
+    return await asyncio.to_thread(is_templates)

@@ -151,9 +151,8 @@ class CompletionAnswer:
 
     def _prompt(self, index: int) -> str:
         job = self._jobs[index // self._n]
-        if job.prompt is not None:
-            return job.prompt
-        return self._model.tokenizer.decode(job.token_ids, skip_special_tokens=False)
+        assert job.prompt is not None, "of an echo it is made ahead"
+        return job.prompt
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -136,7 +136,7 @@ class Samples:
             await self._due()
             if self._overrun:
                 raise SlowReader("the client did not read its stream: it was ended")
-            if news := self._read():
+            if news := await self._read():
                 self._pacing.sent(self._clock())
                 self._telling = True
                 yield news
@@ -171,9 +171,13 @@ class Samples:
     def _unread(self) -> int:
         return max([claim.num_unread for _, claim in self._running.values()], default=0)
 
-    def _read(self) -> list[News]:
+    async def _read(self) -> list[News]:
         found = []
         for index, (generation, _) in list(self._running.items()):
+            while generation.has_scores:  # in a thread: those of a long prompt take seconds
+                await asyncio.to_thread(generation.take_scores)
+            if self.cancelled:  # meanwhile
+                break
             delta = generation.poll(0)
             if delta is not None:
                 if delta.output is not None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from kog_triton.errors import RequestError, RunError, shown
 from kog_triton.text.sandbox import CHECKER
+from kog_triton.text.stop import overlap
 from kog_triton.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = sorted(i for i in eos_token_ids if i < vocab_size)
+        self._free: Free | None = None  # the last one
 
     def compile(self, name: str, value: Any, behind: str | None = None) -> "Grammar":
         """The grammar of one field of StructuredOutputsParams, which begins `behind` a text of the answer.
@@ -63,14 +65,22 @@ class Grammars:
             raise _invalid(name, value, f"it admits no answer: {matcher.get_error()}")
         free = None
         if behind is not None:
-            free = Free(behind.encode(), self._tokenizer, self._words_but_ends())
+            free, marker = self._free, behind.encode()
+            if free is None or free.marker != marker:  # a server has one
+                free = self._free = Free(marker, self._tokenizer, self._words_until(marker))
         return Grammar(matcher, self._vocab_size, free)
 
-    def _words_but_ends(self) -> np.ndarray:
-        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
-        bits[: self._vocab_size] = 1
-        bits[self._eos] = 0
-        return np.packbits(bits, bitorder="little").view(np.uint32)
+    def _words_until(self, marker: bytes) -> np.ndarray:
+        bits = np.zeros((len(marker), -(-self._vocab_size // 32) * 32), np.uint8)
+        bits[:, : self._vocab_size] = 1
+        bits[:, self._eos] = 0
+        for token in range(min(self._vocab_size, self._tokenizer.vocab_size)):
+            said = self._tokenizer.token_bytes(token) or b""
+            if marker[-1:] in said:  # few do
+                for begun in range(len(marker)):
+                    more = (marker[:begun] + said).partition(marker)[2]
+                    bits[begun, token] &= not more.strip()
+        return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
 
     @cached_property
     def _vocabulary(self) -> "llguidance.LLTokenizer":
@@ -107,11 +117,14 @@ def _checked_source(name: str, value: Any) -> str:
 
 
 class Free(NamedTuple):
-    """What a sample may say until the grammar begins: `words` allow it, up to the end of `marker`."""
+    """What a sample may say until the grammar begins: `words` allow it, up to the end of `marker`.
+
+    No token ends the marker and says more, but white space: it would be no part of the shape.
+    """
 
     marker: bytes
     tokenizer: Tokenizer
-    words: np.ndarray  # uint32 [ceil(vocab / 32)]
+    words: np.ndarray  # uint32 [bytes of the marker that were said last, ceil(vocab / 32)]
 
 
 class Grammar:
@@ -180,7 +193,7 @@ class MaskBehind:
                 break
             self._tail = seen[-len(self._free.marker) :]
         if self._first is None:
-            return self._free.words
+            return self._free.words[overlap(self._tail, self._free.marker)]
         return self._mask(output_ids[self._first :])
 
 

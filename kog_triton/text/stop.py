@@ -6,6 +6,7 @@ does not depend on how the stream was cut into pieces.
 """
 
 from collections.abc import Sequence
+from typing import AnyStr
 
 
 class StopMatcher:
@@ -55,10 +56,10 @@ class StopMatcher:
         return held
 
 
-def overlap(text: str, stop: str) -> int:
+def overlap(text: AnyStr, stop: AnyStr) -> int:
     """Length of the longest end of the text that is a beginning, not the whole, of `stop`."""
     start = max(0, len(text) - len(stop) + 1)
-    while (start := text.find(stop[0], start)) >= 0:
+    while (start := text.find(stop[:1], start)) >= 0:
         if stop.startswith(text[start:]):
             return len(text) - start
         start += 1

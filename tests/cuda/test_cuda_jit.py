@@ -100,6 +100,10 @@ def test_a_compiler_that_does_not_say_its_version_is_one_line(nvcc, monkeypatch)
     (nvcc / "nvcc").write_text("#!/bin/sh\necho no licence >&2\nexit 3\n")
     with pytest.raises(DeviceError, match=r"^\S*/nvcc --version fails: no licence$"):
         toolchain.compiler_name()
+    monkeypatch.setattr(toolchain, "SAY_S", 0.2)
+    (nvcc / "nvcc").write_text("#!/bin/sh\nexec sleep 5\n")
+    with pytest.raises(DeviceError, match=r"^\S*/nvcc --version does not end within 0\.2 s$"):
+        toolchain.compiler_name()
     monkeypatch.setattr(toolchain, "find_nvrtc", broken)
     with pytest.raises(DeviceError, match=r"^NVRTC does not load: libnvrtc.so.13: cannot open: "):
         toolchain.compiler_name()

@@ -1,12 +1,14 @@
 """What compiles for an AMD GPU: clang++, hipcc or hipRTC, whichever is there, makes the same machine code, ROCm's
 headers before our text or not."""
 
+import re
 import shutil
 import subprocess
+import time
 
 import pytest
 
-from kog_triton.backends.cuda import jit, kernel_cache
+from kog_triton.backends.cuda import compile_child, jit, kernel_cache
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.hip import selftest, toolchain
 from kog_triton.backends.hip.column_layout import lay_out_columns
@@ -180,6 +182,27 @@ def test_a_clang_that_is_of_no_use_is_named(folders):
     assert toolchain.compilers_in_words() == f"clang++: {why}, hipcc: not found, hipRTC: not found"
     stand_in(second / "hipcc", 6)
     assert toolchain.compiler_name() == f"hipcc: /bin/true of {second}/hipcc"
+
+
+def test_a_compiler_that_hangs_is_named(folders, monkeypatch):
+    monkeypatch.setattr(toolchain.cuda, "SAY_S", 0.2)
+    folder, begun = folders[0], time.monotonic()
+    for name in ("clang++", "hipcc"):
+        stand_in(folder / name, 0)
+        (folder / name).write_text("#!/bin/sh\nexec /bin/sleep 5\n")
+    why = (f"{name} at {folder}/{name} does not say its version" for name in ("clang++", "hipcc"))
+    with pytest.raises(DeviceError, match=re.escape(f" ({', '.join(why)}): install ROCm")):
+        toolchain.compiler_name()
+    assert time.monotonic() - begun < 4
+
+
+def test_a_compiler_is_run_where_it_lies(folders, monkeypatch):
+    clang = folders[0] / "kit of tools" / "clang++"
+    stand_in(clang, "21 of a vendor")
+    made = 'for last; do :; done\ncase $last in /*) echo made > "$last";; esac\n'
+    clang.write_text(clang.read_text() + made)
+    monkeypatch.setenv("PATH", str(clang.parent))
+    assert compile_child.translate("", "a.hip", [], toolchain.compiler_name()) == b"made\n"
 
 
 def test_hipcc_makes_what_clang_makes(machine, monkeypatch):

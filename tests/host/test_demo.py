@@ -214,18 +214,20 @@ def test_record_joins_two_finished_runs_and_refuses_others(tmp_path: Path) -> No
         "state": state,
         "short": {**state, "step": 8},
         "other": {**state, "settings": {**SETTINGS.__dict__, "seed": 1}},
-        "figures": {"bits_per_byte": 1.5},
+        "figures": {"bits_per_byte": 1.5, "packages": [{"package": "a", "files": 2}]},
     }
     paths = {name: tmp_path / f"{name}.json" for name in files}
     for name, content in files.items():
         paths[name].write_text(json.dumps(content))
     figures = paths["figures"]
 
-    def joined(twin: str) -> dict[str, object]:
+    def joined(twin: str) -> dict[str, Any]:
         runs = [(paths[name], figures, figures) for name in ("state", twin)]
         return record(figures, figures, *runs)
 
-    assert joined("state")["twin"]["tokens"] == 9 * 2 * 16
+    told = joined("state")
+    assert told["twin"]["tokens"] == 9 * 2 * 16
+    assert told["corpus"]["packages"] == {"columns": ["package", "files"], "rows": [["a", 2]]}
     with pytest.raises(RunError, match="stopped at step 8"):
         joined("short")
     with pytest.raises(RunError, match="other settings"):
@@ -261,9 +263,10 @@ def test_model_card_quotes_the_record() -> None:
 
 def test_every_package_of_the_record_is_permissive_by_todays_rule() -> None:
     corpus = DEMO_RECORD["corpus"]
-    assert len(corpus["packages"]) > 100
-    for package in corpus["packages"]:
-        words = package["license"]
+    packages, license = corpus["packages"]["rows"], corpus["packages"]["columns"].index("license")
+    assert len(packages) > 100
+    for package in packages:
+        words = package[license]
         as_expression, as_classifiers, as_field = Message(), Message(), Message()
         as_expression["License-Expression"] = words
         as_field["License"] = words

@@ -333,6 +333,18 @@ def test_a_grammar_begins_behind_a_marker_of_any_tokens(bytewise):
     assert allowed(again(list(b"<"))) == anything
 
 
+def test_no_token_ends_a_marker_and_says_more(grammars, tokenizer):
+    """It would be no part of the shape. Where it ends none it may be said."""
+    (x,), (sign,), (more,) = (
+        tokenizer.encode(t, add_special_tokens=False) for t in ("x", "=", "={")
+    )
+    first = grammars.compile("regex", "[0-9]{4}", "=").mask()
+    assert allowed(first([])) & {x, sign, more} == {x, sign}
+    second = grammars.compile("regex", "[0-9]{4}", "x=").mask()
+    assert allowed(second([])) & {x, sign, more} == {x, sign, more}
+    assert allowed(second([x])) & {x, sign, more} == {x, sign}
+
+
 def test_what_comes_ahead_of_a_marker_is_no_part_of_the_shape(demo):
     (out,) = answers(demo, StructuredOutputsParams(regex="[0-9]{4}", behind="="), [3], prompt="x ")
     ahead, _, shaped = out.text.partition("=")

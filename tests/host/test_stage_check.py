@@ -180,7 +180,7 @@ def test_a_new_gpu_is_tested_and_stderr_says_so(on, caplog, which):
     assert (backend, small) == (Gpu, small_model(PLAIN, "fp16"))
     assert requests == (Gpu, small, where, 1, 1)
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert said[0] == f"{where}: this project has never run on it: every stage is tested"
+    assert said[0] == f"{where}: this project has never run on it: every stage and kernel is tested"
     assert said[1].startswith(f"{where}")
     assert ": 14 stages and sampling, the kernel of a test agree with the reference, in " in said[1]
     assert where.startswith(describe(SEEN[which]).name) and describe(SEEN[which]).share in where

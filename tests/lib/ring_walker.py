@@ -389,10 +389,6 @@ def pack_model(lowering: CudaLowering, weights, narrow=None) -> tuple:
     return arenas, gains, biases, weights["embed"]
 
 
-def walk_prompt(walker: RingWalker, tokens) -> list[np.ndarray]:
-    return [walker.step(token, position)[0] for position, token in enumerate(tokens)]
-
-
 def spec_of(**changes) -> ModelSpec:
     """A small odd model: rows that divide by nothing, a group of three, K that needs padding."""
     from kog_triton.model.spec import Rope

@@ -153,6 +153,20 @@ FAULTS = (
     ),
     Fault(
         "server/samples.py",
+        "while generation.has_scores:",
+        "while False:",
+        "server/test_pace_of_streams.py",
+        "the log-probabilities of a prompt are spelled on the event loop",
+    ),
+    Fault(
+        "server/asked.py",
+        "return asked > said",
+        "return True",
+        "server/test_read_chat.py",
+        "a tag that somebody wrote opens reasoning",
+    ),
+    Fault(
+        "server/samples.py",
         "if self._telling and claim.num_unread > most",
         "if claim.num_unread > most",
         "server/test_pace_of_streams.py",

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from kog_triton.backends.mailbox import PromptLogprob, Request, Step
+from kog_triton.claim import Claim
 from kog_triton.errors import DeviceError, ModelError, RequestError, RunError, TooLong
 from kog_triton.metrics import RequestMetrics
 from kog_triton.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.structured import StructuredOutputsParams
-from kog_triton.server import figures
+from kog_triton.server import child, figures, json_body, wire
 from kog_triton.server import service as service_module
 from kog_triton.server.admission import Admission
 from kog_triton.server.asked import read_chat, render, template_kwargs
@@ -428,6 +430,41 @@ def test_a_prompt_that_is_echoed_with_log_probabilities_is_decoded_once_for_all_
     assert told == [["a", "b"]] * 3 and made == [5, 6]
 
 
+def test_scores_of_a_long_prompt_are_told_in_portions():
+    """No message keeps the event loop for long."""
+    sent = []
+    request = Request(-1, (0,) * 600, SamplingParams(), 1, 1, prompt_logprobs=1)
+    claim = Claim(request, "", lambda *ended: None, lambda: None)
+    child.Served(1, claim, SimpleNamespace(send=sent.append))
+    claim.admit(0, 0)
+    claim.push_prompt([PromptLogprob(i, -1.0) for i in range(599)])
+    claim.push(Step(7, "length"))
+    told = map(wire.from_engine.decode, wire.Frames().feed(b"".join(sent)))
+    scores = [message.tokens for message in told if isinstance(message, wire.Scores)]
+    assert [one.token for some in scores for one in some] == list(range(599))
+    assert max(map(len, scores)) <= 256
+
+
+def test_a_large_body_is_read_beside_the_event_loop(monkeypatch):
+    """8 MiB of empty lists took 6 s of every stream."""
+    places = []
+    monkeypatch.setattr(
+        json_body, "check_depth", lambda value: places.append(threading.current_thread())
+    )
+
+    def read(body):
+        async def receive():
+            return {"type": "http.request", "body": body}
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        return asyncio.run(json_body.JsonRequest(scope, receive).json())
+
+    assert read(b"[1]") == [1] and len(read(b"[" + b"1," * 50_000 + b"1]")) == 50_001
+    assert [place is threading.main_thread() for place in places] == [True, False]
+    with pytest.raises(Problem, match="the body has more than 262144 brackets"):
+        read(b"[" + b"[]," * (1 << 18) + b"[]]")
+
+
 # ---- templates, echo, pace, restarts ----
 
 
@@ -441,17 +478,15 @@ def test_a_request_overrules_the_servers_template_arguments():
 
 
 def test_each_of_several_samples_echoes_its_own_prompt():
-    """Two prompts of two samples each, the second prompt by its ids."""
     params = SamplingParams(n=2, max_tokens=1)
-    jobs = [Job("one", (1,), params), Job(None, (50, 51), params)]
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: f"ids {list(ids)}")
+    jobs = [Job(text, (1,), params) for text in ("one", "two")]
     answer = CompletionAnswer(
-        "id", SimpleNamespace(name="m", tokenizer=tokenizer), jobs,
+        "id", SimpleNamespace(name="m"), jobs,
         echo=True, made=True, logprobs=False, include_usage=False,
     )  # fmt: skip
     answer.take([News(i, Delta("+", [2], None, output()), 1) for i in range(4)])
     texts = [choice["text"] for choice in answer.whole()["choices"]]
-    assert texts == ["one+", "one+", "ids [50, 51]+", "ids [50, 51]+"]
+    assert texts == ["one+", "one+", "two+", "two+"]
 
 
 def test_log_probabilities_of_a_token_without_text_come_with_the_text_behind_it():

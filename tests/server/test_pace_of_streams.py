@@ -1,25 +1,32 @@
 """When a stream speaks, on a clock that only the test moves: exact at any rate, on any machine."""
 
 import asyncio
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
-from kog_triton.backends.mailbox import Failure, Request, Step
+from kog_triton.backends.mailbox import Failure, PromptLogprob, Request, Step
 from kog_triton.errors import RunError
+from kog_triton.generation import Generation
 from kog_triton.server import answering
+from kog_triton.server.completion_answer import CompletionAnswer
 from kog_triton.server.http_protocol import ABORT
 from kog_triton.server.metrics import ServerMetrics
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval
 from kog_triton.server.remote_claim import RemoteClaim
+from kog_triton.server.routes.completions import _job
 from kog_triton.server.samples import MAX_UNREAD, Job, Samples, SlowReader
+from kog_triton.server.schemas.completions import CompletionBody
 from kog_triton.server.wire import Opened
+from kog_triton.text import Tokenizer
 from tests.lib.fake_checkpoint import END
 from tests.lib.fake_time import run
 
@@ -67,7 +74,6 @@ class FakeSupervisor:
 @pytest.fixture(scope="module")
 def model(checkpoint):
     from kog_triton.checkpoint.folder import Checkpoint
-    from kog_triton.text import Tokenizer
 
     spec = Checkpoint.open(checkpoint).spec
     opened = Opened(str(checkpoint), spec, {}, [END], "fake", "", 2, 512, None, None, 0.0, {}, 0)
@@ -260,3 +266,61 @@ def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch, stream):
         return time.perf_counter() - begun
 
     assert 0.2 <= asyncio.run(run()) < 5
+
+
+class Scoring(FakeSupervisor):
+    async def _play(self, claim):
+        claim.request = replace(claim.request, prompt_logprobs=1)
+        claim.push_prompt([PromptLogprob(98, -0.5, ((99, -0.1),), 2)])
+        await super()._play(claim)
+
+
+def test_a_prompt_that_is_echoed_is_decoded_beside_the_event_loop(model, monkeypatch):
+    """A long one with its log-probabilities takes seconds, in which every stream would wait."""
+    decode, on_loop, sent = Tokenizer.decode, set(), []
+
+    def noted(self, ids, **how):
+        if threading.current_thread() is threading.main_thread():
+            on_loop.update(ids)
+        return decode(self, ids, **how)
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    async def ask():
+        body = CompletionBody(prompt=[97, 98], echo=True, logprobs=1, max_tokens=0)
+        jobs = [await _job(SimpleNamespace(model=model), body, body.prompt, "")]
+        told = CompletionAnswer(
+            "", model, jobs, echo=True, made=False, logprobs=True, include_usage=False
+        )
+        metrics = ServerMetrics()
+        samples = Samples(Scoring(1, 0, 0), model, metrics, jobs, Interval())
+        await samples.start()
+        answer = answering.Answer(
+            samples, told, metrics, ExitStack(), stream=False, keep_alive_s=0, ignored=[]
+        )
+        await answer({}, asyncio.Event().wait, send)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    asyncio.run(ask())
+    assert b'"text":"ab","logprobs":{"tokens":["a","b"]' in b"".join(sent)
+    assert not on_loop & {97, 98, 99}
+
+
+def test_who_leaves_while_a_prompt_is_spelled_hears_no_more(model, monkeypatch):
+    take = Generation.take_scores
+
+    async def ask():
+        jobs = [Job(None, (97, 98), model.default_params(temperature=1.0))]
+        samples = Samples(Scoring(1, 0, 0), model, ServerMetrics(), jobs, Interval())
+        loop = asyncio.get_running_loop()
+
+        def leave(generation):
+            loop.call_soon_threadsafe(samples.cancel)
+            take(generation)
+
+        monkeypatch.setattr(Generation, "take_scores", leave)
+        await samples.start()
+        return [news async for news in samples]
+
+    assert asyncio.run(ask()) == []

@@ -1,31 +1,38 @@
 """What a conversation's request becomes: roles, parts, lengths, and where the shape of its answer begins."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from kog_triton.errors import TooLong
+from kog_triton.server import asked
 from kog_triton.server.asked import read_chat, render
 from kog_triton.server.pacing import Interval
 from kog_triton.server.schemas.chat import ChatBody, Message
 from kog_triton.server.schemas.messages import MessagesBody
 from kog_triton.server.schemas.responses import chat_messages
+from kog_triton.server.schemas.tokens import TokenizeBody
 from kog_triton.server.service import Service
 
 
 class FakeTokenizer:
-    """Notes the conversations that it is given; `tail` is what each prompt's text ends with."""
+    """Notes the conversations that it is given; each ends with `said`, and `opening` opens the answer."""
 
-    def __init__(self, tail=""):
-        self.given, self.tail, self.chat_templates = [], tail, {}
+    def __init__(self, said="", opening=""):
+        self.given, self.said, self.opening, self.chat_templates = [], said, opening, {}
 
     def encode_chat(self, messages, **how):
         self.given.append(messages)
         return [1]
 
     def decode(self, ids, skip_special_tokens):
-        return self.tail
+        return self.said + self.opening
+
+    def render_chat(self, messages, add_generation_prompt, **how):
+        return self.said + self.opening * add_generation_prompt
 
 
 def asked_of(tokenizer, **fields):
@@ -61,20 +68,22 @@ def test_a_developer_s_message_is_the_system_s_where_the_template_knows_none():
 
 
 @pytest.mark.parametrize(
-    ("tail", "opens"),
-    [("<|assistant|>\n<think>\n", True), ("What is <think>?<|assistant|>\n", False),
-     ("<think>\n\n</think>\n\n", False)],
+    ("said", "opening", "opens"),
+    [("", "<|assistant|>\n<think>\n", True), ("What is <think>?", "<|assistant|>\n", False),
+     ("", "<think>\n\n</think>\n\n", False), ("<think>?", "<|assistant|><think>\nFirst,", True)],
 )  # fmt: skip
-def test_a_shape_begins_behind_reasoning_that_the_prompt_has_opened(tail, opens):
-    """Further ahead the tag is a user's word. Without a shape nothing else changes."""
-    shape = {"type": "json_object"}
-    asked = asked_of(FakeTokenizer(tail), response_format=shape)
+def test_a_shape_begins_behind_reasoning_that_the_prompt_has_opened(said, opening, opens):
+    """The template may begin it with words; further ahead the tag is a user's. Without a shape nothing else changes."""
+    shape, made = {"type": "json_object"}, FakeTokenizer(said, opening)
+    asked = asked_of(made, response_format=shape)
     assert asked.inside is opens
     assert asked.job.params["structured_outputs"].behind == ("</think>" if opens else None)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    forced = asked_of(FakeTokenizer(tail), tools=tools, tool_choice="required")
+    forced = asked_of(made, tools=tools, tool_choice="required")
     assert forced.job.params["structured_outputs"].behind == ("</think>" if opens else None)
-    assert "structured_outputs" not in asked_of(FakeTokenizer(tail)).job.params
+    assert "structured_outputs" not in asked_of(made).job.params
+    if opens and said:  # no answer is begun
+        assert not asked_of(FakeTokenizer(opening), add_generation_prompt=False).inside
 
 
 def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_bound():
@@ -87,6 +96,18 @@ def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_b
     assert tokenizer.given == []
     fits = [Message(role="user", content=long[:1])]
     assert asyncio.run(render(service, fits, (), True, {}, bounded=False)) == [1]
+
+
+def test_a_long_conversation_is_made_plain_beside_the_event_loop(monkeypatch):
+    """65,536 messages take 0.2 s; more are not read."""
+    plain, places = asked._plain, []
+    monkeypatch.setattr(
+        asked, "_plain", lambda *told: places.append(threading.current_thread()) or plain(*told)
+    )
+    asked_of(FakeTokenizer("", "<think>\nSo"))
+    assert places and threading.main_thread() not in places
+    with pytest.raises(ValidationError, match="at most 65536 items"):
+        TokenizeBody(messages=[{"role": "user", "content": ""}] * 65537)
 
 
 BLOCKS = [{"type": "text", "text": t} for t in "ab"]

@@ -1,5 +1,6 @@
 """Texts to continue."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -73,12 +74,13 @@ def _check(body: CompletionBody) -> None:
 async def _job(
     service: Service, body: CompletionBody, prompt: str | list[int], namespace: str
 ) -> Job:
-    text = prompt if isinstance(prompt, str) else None
-    ids = (
-        prompt
-        if isinstance(prompt, list)
-        else await service.encode(prompt, body.add_special_tokens)
+    model, text = service.model, prompt if isinstance(prompt, str) else None
+    found = (
+        await service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     )
+    ids = check_ids(found, model.opened.spec.vocab_size)
+    if text is None and body.echo:  # in a thread: a long one takes a while
+        text = await asyncio.to_thread(model.tokenizer.decode, ids, skip_special_tokens=False)
     given: dict[str, Any] = body.given() | {"max_tokens": body.max_tokens or 1}
     if body.max_tokens is None:
         del given["max_tokens"]
@@ -86,10 +88,5 @@ async def _job(
         given["logprobs"] = body.logprobs
         if body.echo:
             given["prompt_logprobs"] = body.logprobs
-    params = service.model.default_params(**given)
-    return Job(
-        text,
-        check_ids(ids, service.model.opened.spec.vocab_size),
-        params,
-        namespace + (body.cache_salt or ""),
-    )
+    params = model.default_params(**given)
+    return Job(text, ids, params, namespace + (body.cache_salt or ""))

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from kog_triton.server.schemas.chat import Message, Tool
+from kog_triton.server.schemas.chat import MAX_MESSAGES, Message, Tool
 from kog_triton.server.schemas.sampling import Body, Many
 
 
@@ -13,7 +13,7 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: Many[Message] | None = Field(None, min_length=1)
+    messages: Many[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: Many[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
