@@ -3,20 +3,16 @@ instruction of every named shape's."""
 
 import pytest
 
-from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.hip.column_layout import ColumnLayout
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import SHAPES
 from tests.lib.gfx942 import hip_columns, hip_kernel
-from tests.lib.gfx942.decode import decode
-from tests.lib.gfx942.executor import WEAK, operations
+from tests.lib.gfx942.executor import WEAK
+from tests.lib.gfx942.hip_gates import keeps_to
 from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_mutants import MANY, MANY_ASKED
 from tests.lib.gfx942.hip_requests import FINISHED, MOST_STEPS
 from tests.lib.gfx942.requests import reference_tokens
-from tests.lib.gfx942.wait_states import too_soon
-from tests.lib.gfx942.waits import touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.real_shapes import real_shape
 
@@ -49,15 +45,6 @@ def most_columns(name: str, chunk: bool) -> ColumnLayout | None:
     return None
 
 
-def keeps_to(layout: Layout, kernel: str) -> None:
-    """Nothing lies in scratch memory, and all its instructions are known."""
-    compiled = hip_kernel.compiled if kernel == hip_kernel.KERNEL else hip_columns.compiled
-    made = compiled(render(layout))
-    assert made.kernels[kernel][".private_segment_fixed_size"] == 0
-    decode(made.code(kernel)[1], operations())  # and every modifier
-    assert touched_early(made, kernel) + too_soon(made, kernel) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_instruction_of_a_named_shape_is_known(name):
@@ -65,7 +52,7 @@ def test_every_instruction_of_a_named_shape_is_known(name):
         with pytest.raises(ModelError, match="bytes of LDS: mi300x has"):
             hip_kernel.layout_of(real_shape(name), max_context=CONTEXT)
         return
-    keeps_to(hip_kernel.layout_of(real_shape(name), max_context=CONTEXT), hip_kernel.KERNEL)
+    keeps_to(hip_kernel.layout_of(real_shape(name), max_context=CONTEXT))
 
 
 @pytest.mark.slow
@@ -75,4 +62,4 @@ def test_every_instruction_of_a_named_shapes_columns_is_known(name, chunk):
     layout = most_columns(name, chunk)
     assert (layout is None) == (name in NO_COLUMNS)
     if layout is not None:
-        keeps_to(layout, hip_columns.KERNEL)
+        keeps_to(layout)
