@@ -8,27 +8,36 @@ from kog_triton.errors import ModelError
 from kog_triton.model.shapes import SHAPES
 from tests.lib.gfx942 import hip_columns, hip_kernel
 from tests.lib.gfx942.executor import WEAK
-from tests.lib.gfx942.hip_gates import keeps_to
+from tests.lib.gfx942.hip_gates import keeps_its_promises, keeps_to
 from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_mutants import MANY, MANY_ASKED
-from tests.lib.gfx942.hip_requests import FINISHED, MOST_STEPS
+from tests.lib.gfx942.hip_requests import FINISHED, most_steps
 from tests.lib.gfx942.requests import reference_tokens
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.real_shapes import real_shape
+from tests.lib.slow import some_always
 
 CONTEXT = 4096
-# Of 256 blocks or fewer, as many as divide the model's rows: products and quotients of few bits are short ones.
-SHORT = {7: {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}, 33: {"V_MIN_U16", "V_CMP_LT_I16"}}
+# Width, and what is short where products and quotients have few bits; 304: a block for each CU of an MI300X.
+GRIDS = {
+    7: (640, {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}),
+    33: (640, {"V_MIN_U16", "V_CMP_LT_I16"}),
+    304: (2432, set()),
+}
 
 
-@pytest.mark.parametrize("num_blocks", [pytest.param(7, marks=pytest.mark.slow), 33])
-def test_a_grid_that_divides_nothing_gives_the_references_tokens(num_blocks):
-    one, asked = HipWalk(MANY, ArrayWeights(MANY), num_blocks), MANY_ASKED["many"]
-    one.conditions = {"steps": MOST_STEPS, "memory": WEAK}
-    tokens = reference_tokens(MANY, asked)[:3]
+@pytest.mark.parametrize("num_blocks", some_always(GRIDS, 33))
+def test_a_grid_gives_the_references_tokens(num_blocks):
+    width, short = GRIDS[num_blocks]
+    spec, asked = MANY.replace(hidden_size=width), MANY_ASKED["many"]
+    one = HipWalk(spec, ArrayWeights(spec), num_blocks)
+    assert one.layout.lowering.num_blocks == num_blocks
+    keeps_its_promises(one.layout)
+    one.conditions = {"steps": most_steps(num_blocks), "memory": WEAK}
+    tokens = reference_tokens(spec, asked)[:3]
     assert one.generate(list(asked.prompt), 3, asked.params, (), 1) == (tokens, FINISHED)
     ran = {m for m, n in zip(one.kernel.mnemonics(), one.last.executed, strict=True) if n}
-    assert ran >= SHORT[num_blocks]
+    assert ran >= short
 
 
 # Of gfx942's memory a model of these is too large: activations for LDS, or a column's operands for registers.

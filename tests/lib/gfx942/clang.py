@@ -50,6 +50,7 @@ def text_ir(source: str, includes: Sequence[Path], *flags: str) -> str:
     """As `llvm_ir`, of a kernel's text, and with pointers into the memory that they are known to point into, as LLVM 19
     finds out when it generates code, and newer LLVM before: of what is left it loads three arguments at once by an
     instruction that gfx942 does not have."""
+    _need(OPT)
     made = _compile_text(source, includes, ("-emit-llvm", "-S", *flags))
     command = [OPT, "-S", "-passes=infer-address-spaces", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
