@@ -20,7 +20,6 @@ REFUSED = {
     "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3] cbsz:1": "V_MFMA_F32_16X16X16_F16 with cbsz",
     "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3] blgp:1": "V_MFMA_F32_16X16X16_F16 with blgp",
     "s_load_dword s0, s[2:3], 0x0 glc": "S_LOAD_DWORD with glc",
-    "ds_read_b32 a0, v1": "DS_READ_B32 with acc",
     "buffer_load_dword off, s[0:3], 0 lds": "BUFFER_LOAD_DWORD with lds",
     "v_addc_co_u32_dpp v0, vcc, v1, v2, vcc row_shr:1": "V_ADDC_CO_U32 with DPP",
     "v_dot2c_f32_f16_dpp v0, v1, v2 row_shr:1": "V_DOT2C_F32_F16 with DPP",

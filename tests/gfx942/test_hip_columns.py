@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.layout.layout import Layout
-from kog_triton.backends.hip.column_layout import ColumnLayout, lay_out_columns
+from kog_triton.backends.hip.column_layout import lay_out_columns
 from kog_triton.backends.token_words import Outcome
 from kog_triton.errors import ModelError
-from kog_triton.model.spec import DType
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.gfx942.executor import WEAK, Fault, Memory
-from tests.lib.gfx942.gates import gates_of
+from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_column_requests import (
     BLOCKS,
     SHARED,
@@ -30,16 +26,13 @@ from tests.lib.gfx942.hip_column_requests import (
     wrong,
     wrong_prompt,
 )
-from tests.lib.gfx942.hip_columns import KERNEL, compiled, layout_of
+from tests.lib.gfx942.hip_columns import layout_of
+from tests.lib.gfx942.hip_gates import gates, keeps_its_promises
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.gfx942.hip_requests import MOST_STEPS
+from tests.lib.gfx942.hip_requests import CONDITIONS, MOST_STEPS
 from tests.lib.gfx942.requests import ASKED
 from tests.lib.real_shapes import real_shape
 
-CONDITIONS = {
-    "plain": {"memory": Memory(quantum=4000)},
-    "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
-}
 # A compilation takes half a minute: the others' with the slow tests.
 ALWAYS = [
     case if case in ("llama", "qwen3", "windows") else pytest.param(case, marks=pytest.mark.slow)
@@ -193,28 +186,6 @@ def shows(names, right, conditions, seed):
 
 
 # ---- gates ----
-
-
-def gates(layout: Layout):
-    return gates_of(compiled(render(layout)), KERNEL, layout.shared_bytes, layout.threads // 64)
-
-
-def keeps_its_promises(layout: ColumnLayout) -> None:
-    one, half = gates(layout), layout.lowering.schedule.spec.dtype is DType.F16
-    assert (one.spilled, one.scratch) == (0, 0)
-    assert one.vgprs <= 256 and one.groups_per_cu >= 1 and one.lds <= 64 << 10
-    assert one.narrow == 0 and one.non_temporal >= 4  # weights in loads of 16 bytes alone
-    assert one.count("BUFFER_WBL2", "FLAT_", "SCRATCH_") == 0
-    assert one.count("BUFFER_INV") >= 1
-    forms = {form[1:] for form in one.scopes if form[0] != "ATOMIC"}
-    assert forms <= {(0, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)}
-    # Two of a fragment and column set, in each piece of code that multiplies a stage; none of the other type.
-    least = 2 * sum(
-        layout.lowering.steps(s) * layout.row_words(s) // 4
-        for s in matrix_stages(layout.lowering.schedule)
-    )
-    kind = "V_MFMA_F32_16X16X16_" + ("F16" if half else "BF16")
-    assert one.count(kind) == one.count("V_MFMA") >= least
 
 
 @pytest.mark.parametrize("case", ALWAYS)

@@ -9,23 +9,22 @@ import numpy as np
 import pytest
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.request_words import MOST_LOGPROBS
 from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
-from tests.lib.gfx942.executor import WEAK, Memory
-from tests.lib.gfx942.gates import Gates, gates_of
+from tests.lib.gfx942.executor import Memory
+from tests.lib.gfx942.hip_gates import gates, keeps_its_promises
 from tests.lib.gfx942.hip_kernel import (
     INCLUDES,
-    KERNEL,
     UNLIMITED_NS,
     HipWalk,
-    compiled,
     layout_of,
 )
 from tests.lib.gfx942.hip_mutants import WIDE, WIDE_PROMPT
 from tests.lib.gfx942.hip_requests import (
+    CONDITIONS,
     FINISHED,
     MOST_STEPS,
     RUNS,
@@ -39,11 +38,6 @@ from tests.lib.gfx942.hip_requests import (
 from tests.lib.gfx942.requests import ENDS, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import ALL, CASES
 from tests.lib.lowering_cases import ArrayWeights
-
-CONDITIONS = {
-    "plain": {"memory": Memory(quantum=4000)},
-    "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
-}
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
@@ -179,27 +173,17 @@ def test_the_best_of_more_blocks_than_registers_hold(tmp_path):
 # ---- gates ----
 
 
-def gates(case: str) -> Gates:
+def layout(case: str) -> Layout:
     one = ALL[case]
-    layout = layout_of(one.spec, one.num_blocks, one.max_context)
-    return gates_of(compiled(render(layout)), KERNEL, layout.shared_bytes, layout.threads // 64)
+    return layout_of(one.spec, one.num_blocks, one.max_context)
 
 
 @pytest.mark.parametrize("case", [*CASES, "llama-3.2-1b"])
 def test_the_object_keeps_what_the_design_promises(case):
-    one, half = gates(case), ALL[case].spec.dtype is DType.F16
-    assert (one.spilled, one.scratch) == (0, 0)
-    assert one.vgprs <= 256 and one.groups_per_cu >= 1 and one.lds <= 64 << 10
-    assert one.narrow == 0 and one.non_temporal >= 4  # weights in loads of 16 bytes alone
-    assert (one.count("V_DOT2") > 0) == half
-    assert one.count("BUFFER_WBL2", "FLAT_", "SCRATCH_") == 0
-    assert one.count("BUFFER_INV") >= 1
-    # Plain, agent scope, the host's, streamed: nothing else.
-    forms = {form[1:] for form in one.scopes if form[0] != "ATOMIC"}
-    assert forms <= {(0, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)}
+    keeps_its_promises(layout(case))
 
 
 def test_enough_is_in_flight_at_full_size():
     """1.5 times what 4.2 TB/s and 2 us ask of a CU, in straight code (docs/HIP.md)."""
-    one = gates("llama-3.2-1b")
+    one = gates(layout("llama-3.2-1b"))
     assert one.most_in_flight * 64 * 16 * one.waves >= 1.5 * 4.2e12 * 2e-6 / 304

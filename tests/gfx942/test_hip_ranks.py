@@ -13,20 +13,15 @@ from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.gfx942.executor import WEAK, Memory
 from tests.lib.gfx942.gates import gates_of
 from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, compiled
 from tests.lib.gfx942.hip_ranks import HipRankWalk
-from tests.lib.gfx942.hip_requests import FINISHED, generate, wrong
+from tests.lib.gfx942.hip_requests import CONDITIONS, FINISHED, generate, wrong
 from tests.lib.gfx942.requests import ASKED, reference_tokens
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.real_shapes import real_shape
 from tests.lib.triton_cases import lanes, plain
 
-CONDITIONS = {
-    "plain": {"memory": Memory(quantum=4000)},
-    "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
-}
 SPECS = {
     "llama": plain(2),
     "laneformer": lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True),

@@ -3,36 +3,41 @@ instruction of every named shape's."""
 
 import pytest
 
-from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.hip.column_layout import ColumnLayout
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import SHAPES
 from tests.lib.gfx942 import hip_columns, hip_kernel
-from tests.lib.gfx942.decode import decode
-from tests.lib.gfx942.executor import WEAK, operations
+from tests.lib.gfx942.executor import WEAK
+from tests.lib.gfx942.hip_gates import keeps_its_promises, keeps_to
 from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_mutants import MANY, MANY_ASKED
-from tests.lib.gfx942.hip_requests import FINISHED, MOST_STEPS
+from tests.lib.gfx942.hip_requests import FINISHED, most_steps
 from tests.lib.gfx942.requests import reference_tokens
-from tests.lib.gfx942.wait_states import too_soon
-from tests.lib.gfx942.waits import touched_early
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.real_shapes import real_shape
+from tests.lib.slow import some_always
 
 CONTEXT = 4096
-# Of 256 blocks or fewer, as many as divide the model's rows: products and quotients of few bits are short ones.
-SHORT = {7: {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}, 33: {"V_MIN_U16", "V_CMP_LT_I16"}}
+# Width, and what is short where products and quotients have few bits; 304: a block for each CU of an MI300X.
+GRIDS = {
+    7: (640, {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}),
+    33: (640, {"V_MIN_U16", "V_CMP_LT_I16"}),
+    304: (2432, set()),
+}
 
 
-@pytest.mark.parametrize("num_blocks", [pytest.param(7, marks=pytest.mark.slow), 33])
-def test_a_grid_that_divides_nothing_gives_the_references_tokens(num_blocks):
-    one, asked = HipWalk(MANY, ArrayWeights(MANY), num_blocks), MANY_ASKED["many"]
-    one.conditions = {"steps": MOST_STEPS, "memory": WEAK}
-    tokens = reference_tokens(MANY, asked)[:3]
+@pytest.mark.parametrize("num_blocks", some_always(GRIDS, 33))
+def test_a_grid_gives_the_references_tokens(num_blocks):
+    width, short = GRIDS[num_blocks]
+    spec, asked = MANY.replace(hidden_size=width), MANY_ASKED["many"]
+    one = HipWalk(spec, ArrayWeights(spec), num_blocks)
+    assert one.layout.lowering.num_blocks == num_blocks
+    keeps_its_promises(one.layout)
+    one.conditions = {"steps": most_steps(num_blocks), "memory": WEAK}
+    tokens = reference_tokens(spec, asked)[:3]
     assert one.generate(list(asked.prompt), 3, asked.params, (), 1) == (tokens, FINISHED)
     ran = {m for m, n in zip(one.kernel.mnemonics(), one.last.executed, strict=True) if n}
-    assert ran >= SHORT[num_blocks]
+    assert ran >= short
 
 
 # Of gfx942's memory a model of these is too large: activations for LDS, or a column's operands for registers.
@@ -49,15 +54,6 @@ def most_columns(name: str, chunk: bool) -> ColumnLayout | None:
     return None
 
 
-def keeps_to(layout: Layout, kernel: str) -> None:
-    """Nothing lies in scratch memory, and all its instructions are known."""
-    compiled = hip_kernel.compiled if kernel == hip_kernel.KERNEL else hip_columns.compiled
-    made = compiled(render(layout))
-    assert made.kernels[kernel][".private_segment_fixed_size"] == 0
-    decode(made.code(kernel)[1], operations())  # and every modifier
-    assert touched_early(made, kernel) + too_soon(made, kernel) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_instruction_of_a_named_shape_is_known(name):
@@ -65,7 +61,7 @@ def test_every_instruction_of_a_named_shape_is_known(name):
         with pytest.raises(ModelError, match="bytes of LDS: mi300x has"):
             hip_kernel.layout_of(real_shape(name), max_context=CONTEXT)
         return
-    keeps_to(hip_kernel.layout_of(real_shape(name), max_context=CONTEXT), hip_kernel.KERNEL)
+    keeps_to(hip_kernel.layout_of(real_shape(name), max_context=CONTEXT))
 
 
 @pytest.mark.slow
@@ -75,4 +71,4 @@ def test_every_instruction_of_a_named_shapes_columns_is_known(name, chunk):
     layout = most_columns(name, chunk)
     assert (layout is None) == (name in NO_COLUMNS)
     if layout is not None:
-        keeps_to(layout, hip_columns.KERNEL)
+        keeps_to(layout)

@@ -7,12 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from kog_triton.backends.cuda.layout.header import render
 from tests.lib.gfx942 import clang, hip_columns, hip_kernel
 from tests.lib.gfx942.executor import WEAK, Buffer, Fault, Kernel, Launch
+from tests.lib.gfx942.hip_gates import amiss, made
 from tests.lib.gfx942.triton_cases import ALL as MODELS
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, VARIANTS, compiled
-from tests.lib.gfx942.wait_states import too_soon
 from tests.lib.gfx942.waits import touched_early
 from tests.lib.slow import some_always
 
@@ -54,7 +53,9 @@ global_load_short_d16 v9, v[2:3], off""",
     OTHER_LANES: "MFMA v[16:19], v[8:9], v[20:21], 0",
     "global_load_dword a9, v[2:3], off": """MFMA a[0:3], v[20:21], v[22:23], a[8:11]
 MFMA a[8:11], v[20:21], v[22:23], 0
-v_accvgpr_read_b32 v16, a9""",
+v_accvgpr_read_b32 v16, a9
+ds_write_b32 v1, a9
+ds_read_b32 a9, v1""",
     FROM_LDS: """MFMA v[16:19], v[20:21], v[8:9], 0
 v_mov_b32 v16, v9
 global_load_dword v9, v[2:3], off
@@ -148,20 +149,15 @@ def test_the_walk_finds_what_the_executor_does(case):
     assert not touched_early(code_object(), f"awaited{number}")
 
 
-def amiss(made, kernel: str) -> list[str]:
-    """By either walk: registers in flight, and distances that the hardware does not keep (test_wait_states.py)."""
-    return touched_early(made, kernel) + too_soon(made, kernel)
-
-
 @pytest.mark.parametrize(
     "name", some_always([*CASES, "llama-3.2-1b"], "llama", "laneformer", "llama-3.2-1b")
 )
 def test_nothing_is_amiss_on_any_way_through_the_hip_kernels(name):
     one = MODELS[name]
     layout = hip_kernel.layout_of(one.spec, one.num_blocks, one.max_context)
-    assert amiss(hip_kernel.compiled(render(layout)), hip_kernel.KERNEL) == []
+    assert amiss(*made(layout)) == []
     layout = hip_columns.layout_of(one.spec, 2, one.num_blocks, one.max_context)
-    assert amiss(hip_columns.compiled(render(layout)), hip_columns.KERNEL) == []
+    assert amiss(*made(layout)) == []
 
 
 # One token of each kind of model, and the variant that has all; the slow tests walk the rest.
@@ -173,5 +169,5 @@ WALKED = [("llama", ""), ("laneformer", ""), ("llama", "rules+chunks")]
     some_always([*itertools.product(CASES, VARIANTS), *FULL_OBJECTS], *WALKED),
 )
 def test_nothing_is_amiss_on_any_way_through_the_triton_kernel(name, variant):
-    made = compiled(name, variant).code_object
-    assert [amiss(made, kernel) for kernel in made.kernels] == [[]]
+    one = compiled(name, variant).code_object
+    assert [amiss(one, kernel) for kernel in one.kernels] == [[]]

@@ -370,6 +370,9 @@ def test_accumulators_and_clocks():
     a, o = words(15), words(16)
     run("accumulators", a, o)
     np.testing.assert_array_equal(o, a)
+    both = np.zeros(2 * LANES, u32)
+    run("accumulators_in_lds", a, both)
+    np.testing.assert_array_equal(both, np.tile(a, 2))
     t, o = np.zeros(LANES, np.uint64), words(16)
     run("clocks", t, o)
     assert set(t.tolist()) <= set(range(1, 100)) and set(o.tolist()) == {

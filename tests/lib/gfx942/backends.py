@@ -1,4 +1,5 @@
-"""The same HIP source by four code generators for AMD: clang-19's own, and clang-19's LLVM IR through three others.
+"""The same HIP source, files of hip/ and the kernels of backends/hip, by four code generators for AMD: clang-19's own,
+and clang-19's LLVM IR through three others.
 
     Triton's LLVM           of the Triton that is installed
     newest Triton's LLVM    of its newest release: its wheel has AMD's code generator as a library of its own
@@ -12,12 +13,12 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from tests.lib.compiled import made_once, version_of
-from tests.lib.gfx942 import clang
+from tests.lib.gfx942 import clang, places
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.wheel_files import WheelFile
 
@@ -55,11 +56,9 @@ NOT_OPTIMIZED_AGAIN, POSITION_INDEPENDENT, OBJECT_FILE = (
 )  # of LLVM-C: -O3, relocations, output
 
 
-def by_triton(source: str, *flags: str) -> CodeObject:
-    """A file of hip/, generated, assembled and linked by the installed Triton's LLVM."""
+def by_triton(ir: str) -> CodeObject:
+    """LLVM IR, generated, assembled and linked by the installed Triton's LLVM."""
     from triton._C.libtriton import amd, llvm
-
-    ir = clang.llvm_ir(source, *flags)
 
     def make(draft: Path) -> None:
         llvm.init_targets()
@@ -118,8 +117,8 @@ def _by_newest_triton(ir: bytes) -> bytes:
     return _asked(library.triton_amdgpu_assemble, text, TRIPLE, ARCH, b"")
 
 
-def by_newest_triton(source: str, *flags: str) -> CodeObject:
-    return _linked(NEWEST_TRITON, clang.llvm_ir(source, *flags), _by_newest_triton)
+def by_newest_triton(ir: str) -> CodeObject:
+    return _linked(NEWEST_TRITON, ir, _by_newest_triton)
 
 
 # ---- AMD's ----
@@ -174,15 +173,33 @@ def _by_amds(ir: bytes) -> bytes:
     return ctypes.string_at(llvm.LLVMGetBufferStart(out), llvm.LLVMGetBufferSize(out))
 
 
-def by_amds(source: str, *flags: str) -> CodeObject:
-    return _linked(AMDS, clang.llvm_ir(source, *flags), _by_amds)
+def by_amds(ir: str) -> CodeObject:
+    return _linked(AMDS, ir, _by_amds)
+
+
+# What makes a code object of clang-19's LLVM IR, but for clang-19 itself.
+INSTALLED = {"Triton's LLVM": by_triton}
+FETCHED = {"newest Triton's LLVM": by_newest_triton, "AMD's LLVM": by_amds}
+GENERATORS: dict[str, Callable[[str], CodeObject]] = INSTALLED | FETCHED
+WHEELS = dict(zip(FETCHED, (NEWEST_TRITON, AMDS), strict=True))
+CLANG = "clang-19"
+
+
+def text_object(source: str, includes: Sequence[Path], compiler: str = CLANG) -> CodeObject:
+    """Of a kernel's text, whose headers lie in `includes`; clang's says where in the source instructions are from."""
+    if compiler == CLANG:
+        return clang.text_object(source, includes, places.DEBUG)
+    return GENERATORS[compiler](clang.text_ir(source, includes))
+
+
+def _of_file(generate: Callable[[str], CodeObject]) -> Callable[..., CodeObject]:
+    return lambda source, *flags: generate(clang.llvm_ir(source, *flags))
 
 
 # Who makes a code object of a file of hip/.
-HERE = {"clang-19": clang.code_object, "Triton's LLVM": by_triton}
-FETCHED = {"newest Triton's LLVM": by_newest_triton, "AMD's LLVM": by_amds}
-COMPILERS = HERE | FETCHED
+COMPILERS = {CLANG: clang.code_object} | {n: _of_file(g) for n, g in GENERATORS.items()}
+HERE = {name: made for name, made in COMPILERS.items() if name not in FETCHED}
 
 if __name__ == "__main__":
-    for one in (NEWEST_TRITON, AMDS):
-        print(one.path())
+    for wheel in WHEELS.values():
+        print(wheel.path())

@@ -259,12 +259,9 @@ def _buffer(record: Any, inst: Any, name: str) -> None:
 
 
 def _lds(record: Any, inst: Any, name: str) -> None:
-    record["addr"], record["data"], record["src"][1] = (
-        inst.addr.offset,
-        inst.data0.offset,
-        inst.data1.offset,
-    )
-    record["dst"] = inst.vdst.offset
+    shift = ACCUMULATOR - VECTOR if inst.acc else 0
+    record["addr"], record["data"] = inst.addr.offset, inst.data0.offset + shift
+    record["src"][1], record["dst"] = inst.data1.offset + shift, inst.vdst.offset + shift
     record["offset"], record["offset1"] = inst.offset0, inst.offset1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kog_triton.backends.token_words import Outcome
 from kog_triton.model.spec import ModelSpec
+from tests.lib.gfx942.backends import CLANG
 from tests.lib.gfx942.executor import Fault
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import INCLUDES
@@ -64,17 +65,15 @@ def spec_of(case: str) -> ModelSpec:
     return SPECS[case.removesuffix(" of four").removesuffix(" of eight")]
 
 
-def columns(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipColumns:
-    return made(case, includes)
+def columns(case: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> HipColumns:
+    return made(case, includes, compiler)
 
 
 @cache
-def made(case: str, includes: tuple[Path, ...]) -> HipColumns:
-    spec, lengths = spec_of(case), LENGTHS.get(case, {})
-    count = max(2, len(SHARED[case]))
-    return HipColumns(
-        spec, ArrayWeights(spec), count, BLOCKS.get(case, 8), includes=includes, **lengths
-    )
+def made(case: str, includes: tuple[Path, ...], compiler: str) -> HipColumns:
+    spec, how = spec_of(case), {"includes": includes, "compiler": compiler}
+    count, blocks = max(2, len(SHARED[case])), BLOCKS.get(case, 8)
+    return HipColumns(spec, ArrayWeights(spec), count, blocks, **how, **LENGTHS.get(case, {}))
 
 
 @cache
@@ -96,19 +95,24 @@ def serve(
     seed: int = 1,
     includes: tuple[Path, ...] = INCLUDES,
     tokens: int = TOKENS,
+    compiler: str = CLANG,
 ) -> list[tuple[list[int], Outcome]]:
     """Of requests beside each other, in as many columns."""
     asked = [ASKED[n].request(slot, tokens) for slot, n in enumerate(names or SHARED[case])]
     steps = most_steps(BLOCKS.get(case, 8))
-    return columns(case, includes).serve(asked, seed, steps=steps, **conditions)
+    return columns(case, includes, compiler).serve(asked, seed, steps=steps, **conditions)
 
 
 def wrong(
-    case: str, conditions: dict[str, Any], seed: int = 1, includes: tuple[Path, ...] = INCLUDES
+    case: str,
+    conditions: dict[str, Any],
+    seed: int = 1,
+    includes: tuple[Path, ...] = INCLUDES,
+    compiler: str = CLANG,
 ) -> str:
     """ "" if the requests give the reference's tokens, else what they did instead."""
     try:
-        made = serve(case, conditions, seed=seed, includes=includes)
+        made = serve(case, conditions, seed=seed, includes=includes, compiler=compiler)
     except (Fault, AssertionError) as fault:
         return f"{type(fault).__name__}: {str(fault)[:200]}"
     right = [(expected(case, name), Outcome.LENGTH) for name in SHARED[case]]

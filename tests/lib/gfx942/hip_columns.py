@@ -21,7 +21,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 from tests.lib.cuda_walk import changed
-from tests.lib.gfx942 import clang, places
+from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Execution, Kernel
 from tests.lib.gfx942.hip_kernel import INCLUDES, UNLIMITED_NS, launch
@@ -37,10 +37,12 @@ def layout_of(
 
 
 @cache
-def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES) -> CodeObject:
+def compiled(
+    layout_text: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG
+) -> CodeObject:
     """The kernel behind a layout's header (`render`)."""
     text = layout_text + (ROOT / "backends/hip/columns.hip").read_text()
-    return clang.text_object(text, includes, places.DEBUG)
+    return text_object(text, includes, compiler)
 
 
 class HipColumns:
@@ -54,10 +56,12 @@ class HipColumns:
         num_blocks: int = 0,
         includes: tuple[Path, ...] = INCLUDES,
         chunk: bool = False,
+        compiler: str = CLANG,
         **changes: int,
     ) -> None:
         self.spec, self.layout = spec, layout_of(spec, columns, num_blocks, chunk=chunk)
-        self.kernel = Kernel(compiled(changed(render(self.layout), **changes), includes), KERNEL)
+        text = changed(render(self.layout), **changes)
+        self.kernel = Kernel(compiled(text, includes, compiler), KERNEL)
         self.memory = memory.allocate(self.layout, weights, columns, torch.device("cpu"))
         self.launches = 0
         self.last: Execution | None = None

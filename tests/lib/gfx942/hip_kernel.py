@@ -20,7 +20,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 from tests.lib.cuda_walk import Walk, changed, write_request
-from tests.lib.gfx942 import clang, places
+from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import (
     AGENT,
@@ -51,10 +51,12 @@ def layout_of(spec: ModelSpec, num_blocks: int = 0, max_context: int = 64) -> La
 
 
 @cache
-def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES) -> CodeObject:
+def compiled(
+    layout_text: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG
+) -> CodeObject:
     """The kernel behind a layout's header (`render`)."""
     text = layout_text + (ROOT / "backends/hip/decode.hip").read_text()
-    return clang.text_object(text, includes, places.DEBUG)
+    return text_object(text, includes, compiler)
 
 
 class HipWalk(Walk):
@@ -67,11 +69,12 @@ class HipWalk(Walk):
         num_blocks: int = 0,
         max_context: int = 64,
         includes: tuple[Path, ...] = INCLUDES,
+        compiler: str = CLANG,
         **changes: int,
     ) -> None:
         self.spec, self.layout = spec, layout_of(spec, num_blocks, max_context)
         text = changed(render(self.layout), **changes)
-        self.kernel = Kernel(compiled(text, includes), KERNEL)
+        self.kernel = Kernel(compiled(text, includes, compiler), KERNEL)
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
         self.conditions: dict[str, Any] = {}
         self.last: Execution | None = None

@@ -7,7 +7,8 @@ from typing import Any
 
 from kog_triton.sampling import SamplingParams
 from tests.lib.gfx942 import requests
-from tests.lib.gfx942.executor import Fault
+from tests.lib.gfx942.backends import CLANG
+from tests.lib.gfx942.executor import WEAK, Fault, Memory
 from tests.lib.gfx942.hip_kernel import INCLUDES, HipWalk
 from tests.lib.gfx942.requests import LONG, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
@@ -30,6 +31,10 @@ SPLIT_NAMES = ("long prompt", "edits", "sampled")
 # that walks a short context alone has two of its query heads, which two waves share.
 HEADS = plain(1, hidden_size=136, num_heads=18, num_kv_heads=1, head_dim=128)
 HEADS_BLOCKS, HEADS_LENGTHS = 17, {"split_least": 4, "merged_length": 4}
+CONDITIONS = {
+    "plain": {"memory": Memory(quantum=4000)},
+    "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
+}
 ASKED = requests.ASKED | {
     "twelve": Asked(SamplingParams(temperature=0.0), LONG[:12]),
     "twelve, rules": Asked(SamplingParams(temperature=0.9, top_k=12, seed=7), LONG[:12]),
@@ -42,9 +47,10 @@ def most_steps(num_blocks: int) -> int:
 
 
 @cache
-def walk(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
-    spec = CASES[case].spec
-    return HipWalk(spec, ArrayWeights(spec), CASES[case].num_blocks, includes=includes)
+def walk(case: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> HipWalk:
+    one = CASES[case]
+    weights = ArrayWeights(one.spec)
+    return HipWalk(one.spec, weights, one.num_blocks, includes=includes, compiler=compiler)
 
 
 @cache

@@ -35,16 +35,20 @@ template <class F> inline void packed_f32(Wave& w, const Inst& i, int sources, F
     store<u64>(w, i, out.lane, w.exec());
 }
 
+// Source k, of which float16 values are halves: a constant of the ISA is one in the low half.
+inline const u32* fetch_halves(Wave& w, const Inst& i, int k, Lanes<u32>& room) {
+    const u32* in = fetch<u32>(w, i, k, room);
+    if (i.src[k] >= 240 && i.src[k] <= 248)
+        for (u32& lane : room.lane) lane = u32(constant_bits<f16>(i.src[k], 0));
+    return in;
+}
+
 template <class F> inline void packed_f16(Wave& w, const Inst& i, int sources, F f) {
     Lanes<u32> room[3], out;
     const u32* in[3];
     Inst plain = i;
     plain.neg = plain.abs = plain.opsel = 0;
-    for (int k = 0; k < sources; k++) {
-        in[k] = fetch<u32>(w, plain, k, room[k]);
-        if (i.src[k] >= 240 && i.src[k] <= 248)
-            for (u32& lane : room[k].lane) lane = u32(constant_bits<f16>(i.src[k], 0));
-    }
+    for (int k = 0; k < sources; k++) in[k] = fetch_halves(w, plain, k, room[k]);
     for (int l = 0; l < LANES; l++) {
         u32 both = 0;
         for (int half = 0; half < 2; half++) {
@@ -65,7 +69,7 @@ inline void dot2(Wave& w, const Inst& i) {
     Lanes<float> rc, out;
     Inst plain = i;
     plain.neg = i.neg & 4;
-    const u32 *a = fetch<u32>(w, plain, 0, ra), *b = fetch<u32>(w, plain, 1, rb);
+    const u32 *a = fetch_halves(w, plain, 0, ra), *b = fetch_halves(w, plain, 1, rb);
     const float* c = fetch<float>(w, plain, 2, rc);
     for (int l = 0; l < LANES; l++) {
         double product[2];
@@ -85,7 +89,8 @@ inline void mixed_fma(Wave& w, const Inst& i, int half) {
     const u32* in[3];
     Inst plain = i;
     plain.neg = plain.abs = plain.opsel = 0;
-    for (int k = 0; k < 3; k++) in[k] = fetch<u32>(w, plain, k, room[k]);
+    for (int k = 0; k < 3; k++)
+        in[k] = i.opsel_hi >> k & 1 ? fetch_halves(w, plain, k, room[k]) : fetch<u32>(w, plain, k, room[k]);
     const u32* old = w.row(i.dst, w.exec());
     for (int l = 0; l < LANES; l++) {
         float value[3];

@@ -190,6 +190,16 @@ KERNEL accumulators(const u32* a, u32* o) {
         : "=v"(r) : "v"(a[T]) : "a5", "a7");
     o[T] = r;
 }
+KERNEL accumulators_in_lds(const u32* a, u32* o) {
+    __attribute__((shared)) static u32 lds[128];
+    u32 r, s;
+    auto at = (__attribute__((address_space(3))) u32*)lds + T;
+    asm volatile("v_accvgpr_write_b32 a5, %3\n ds_write_b32 %2, a5\n ds_write2st64_b32 %2, a5, a5 offset1:1\n"
+        " ds_read2st64_b32 a[6:7], %2 offset1:1\n s_waitcnt lgkmcnt(0)\n"
+        " v_accvgpr_read_b32 %0, a6\n v_accvgpr_read_b32 %1, a7"
+        : "=&v"(r), "=&v"(s) : "v"(at), "v"(a[T]) : "a5", "a6", "a7", "memory");
+    o[T] = r, o[T + 64] = s;
+}
 KERNEL atomics(u32* a, u32* o) {
     u64* w = (u64*)(a + 8);
     o[T] = __hip_atomic_fetch_add(a, T + 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
