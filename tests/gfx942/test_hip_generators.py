@@ -36,7 +36,8 @@ def test_the_kernel_of_one_token(compiler, case):
             assert hip_requests.wrong(one, name, expected(case, name), order, 1) == ""
 
 
-@pytest.mark.parametrize("case", some_always(COLUMNS, "llama"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COLUMNS)
 def test_the_kernel_of_columns(compiler, case):
     layout = hip_column_requests.columns(case, compiler=compiler).layout
     keeps_its_promises(layout, compiler)

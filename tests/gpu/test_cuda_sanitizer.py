@@ -19,7 +19,7 @@ from tests.lib.racecheck import functions_in, races_in, unexplained
 from tests.lib.sanitized_child import CASES
 
 pytestmark = pytest.mark.gpu
-TIMEOUT_S = 200
+TIMEOUT_S = 300
 OURS = ("--kernel-name", "kernel_substring=kog_")
 # initcheck watches every kernel: torch's are what fills memory
 TOOLS = {
