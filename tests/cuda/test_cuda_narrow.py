@@ -203,7 +203,7 @@ def alone(case):
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        ("fp8 blocks", 8),
+        pytest.param("fp8 blocks", 8, marks=pytest.mark.slow),
         ("int4 g128", 8),
         pytest.param("int4 g32, minimums (Q4_1)", 8, marks=pytest.mark.slow),
         pytest.param("int4 g32, zero points, head", 8, marks=pytest.mark.slow),

@@ -125,6 +125,7 @@ def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():
     assert caught("split", first, 14)
 
 
+@pytest.mark.slow
 def test_every_loss_of_what_keeps_rows_new_is_seen():
     """A stale row is one that another block has appended beside those that this one has read."""
     found = [m for m in tried("split") if m.what == "no buffer_inv"]

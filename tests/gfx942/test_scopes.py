@@ -189,7 +189,8 @@ def test_far_jumps_lead_where_branches_do(name):
     assert all(arguments for _, arguments, _ in said[0]) or name.startswith("rank_")
 
 
-@pytest.mark.parametrize("variant", ["rules", pytest.param("chunks", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["rules", "chunks"])
 def test_operands_are_those_that_the_executor_decodes(variant):
     """Of every instruction that moves values: what the walk takes them to be made of, and where it puts them."""
     kernel, seen = decoded("llama", variant), set()

@@ -39,7 +39,9 @@ def test_sampled_requests_equal_the_definition(conditions):
     assert run_request("llama", conditions, "sampled") == expected("llama", "sampled")
 
 
-@pytest.mark.parametrize("conditions", RUNS, ids=IDS)
+@pytest.mark.parametrize(
+    "conditions", [pytest.param(RUNS[0], marks=pytest.mark.slow), RUNS[1]], ids=IDS
+)
 def test_a_prompt_in_chunks_equals_the_reference(conditions):
     """Its vectors are shorter than a block has threads, several of which load what one stores."""
     assert run_request("llama", conditions, "long prompt") == expected("llama", "long prompt")

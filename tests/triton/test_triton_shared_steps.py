@@ -181,6 +181,7 @@ def test_a_yield_at_any_step_leaves_all_to_go_on():
         assert torch.equal(state_of(backend, one, 0)[0], alone(ONE, one)[1])
 
 
+@pytest.mark.slow
 def test_more_requests_than_columns_are_served_round_robin(monkeypatch):
     from kog_triton.backends.triton.host import launcher, shared_steps
 
@@ -274,6 +275,7 @@ def test_a_wait_that_expires_says_where():
         assert "stage meeting, layer 0, for word" in said and "of arrivals" in said
 
 
+@pytest.mark.slow
 def test_requests_take_turns_until_the_kernel_is_compiled(monkeypatch):
     """The launch in flight leaves then, at a token; nothing waited for the compiler."""
     backend, done, wanted = backend_of(ONE, num_slots=2), threading.Event(), []
