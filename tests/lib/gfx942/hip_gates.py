@@ -14,7 +14,7 @@ from tests.lib.gfx942.gates import Gates, gates_of
 from tests.lib.gfx942.wait_states import too_soon
 from tests.lib.gfx942.waits import touched_early
 
-# Newer LLVM than 19 keeps two VGPRs, in whose lanes SGPRs lie, in accumulators: registers, too, no memory.
+# Newer LLVM counts two spilled VGPRs in kernels of columns, and no scratch memory; where they go was not traced.
 MOST_SPILLED = {CLANG: 0}
 
 

@@ -157,18 +157,20 @@ def dot4(a, b, total, S: tl.constexpr):
 
 @triton.constexpr_function
 def converts_e4m3(S):
-    """Whether an instruction makes float16 of E4M3; the interpreter does as if."""
+    """Whether an instruction makes float16 of E4M3; the interpreter works as if it had one."""
     target = current_target()
     return target is None or (S.vendor == "nvidia" and target.arch >= 89)
 
 
 @triton.jit
 def first_half(w):
+    """The low half of each word, float16 (words.f16_low masks it first: fewer instructions where all weights pass)."""
     return w.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def second_half(w):
+    """The high half of each word, float16."""
     return (w >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
@@ -207,7 +209,7 @@ def halves_of_e4m3(w, S: tl.constexpr):
         pairs = ()
         for i in tl.static_range(2):
             codes = w >> (16 * i)
-            # Sign, exponent and mantissa where float16 has them, whose exponent counts from 8 lower.
+            # Sign, exponent and mantissa where float16 has them, whose exponent is 8 more for the same value.
             a = (codes & 128) << 8 | (codes & 127) << 7
             b = (codes & 0x8000) << 16 | (codes & 0x7F00) << 15
             a, b = first_half(a), second_half(b)
@@ -229,6 +231,7 @@ def multiply_halves(a, b, onto, S: tl.constexpr):
 
 @triton.jit
 def add_halves(a, b):
+    """a + b of words of two float16 values, on NVIDIA."""
     return tl.inline_asm_elementwise(
         "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1
     )
