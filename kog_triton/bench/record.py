@@ -1,7 +1,7 @@
 """The JSON of one run, as result.schema.json describes it, and where results are kept.
 
-benchmarks/results/<gpu>/<date>-<name>.json, or .json.xz where raw samples make it long, or the tree is
-short of room: `xzcat` shows it.
+benchmarks/results/<gpu>/<date>-<name>.json, or .json.xz where raw samples make it long, or the tree is short of room:
+`xzcat` shows it. A day's that take less room together are lines of <date>.jsonl.xz.
 """
 
 import json
@@ -101,7 +101,18 @@ def weights_of(model: dict[str, Any]) -> str:
 
 def record_files(folder: Path) -> list[Path]:
     """Of every record below a folder, in the order of their names."""
-    return sorted([*folder.rglob("*.json"), *folder.rglob("*.json.xz")])
+    return sorted(f for kind in ("json", "json.xz", "jsonl.xz") for f in folder.rglob(f"*.{kind}"))
+
+
+def read_all(file: Path) -> list[Any]:
+    """The records of a file: a day's that were put together, `.jsonl.xz`, has one a line. OSError or ValueError if one
+    is none."""
+    if not file.name.endswith(".jsonl.xz"):
+        return [read(file)]
+    try:
+        return [json.loads(line) for line in lzma.decompress(file.read_bytes()).splitlines()]
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from error
 
 
 def read(file: Path) -> Any:

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kog_triton.bench.record import SCHEMA, read, record_files, weights_of
+from kog_triton.bench.record import SCHEMA, read_all, record_files, weights_of
 from kog_triton.cli.arguments import write_text
 from kog_triton.errors import RequestError
 
@@ -48,21 +48,20 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     records = []
     for file in record_files(folder):
         try:
-            record = read(file)
-            known = record["schema"] == SCHEMA
-            other = record["schema"] in OTHER_SCHEMAS
+            found = [(record["schema"], record) for record in read_all(file)]
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             raise RequestError(f"{file}: not a record of kog bench") from error
-        if other:
-            continue
-        if not known:
-            raise RequestError(f"{file}: its schema is {record['schema']!r}, not {SCHEMA!r}")
-        try:
-            if record["kind"] in KINDS and not record["test"].get("interrupted"):
-                table([record])
-                records.append((datetime.fromisoformat(record["created"]).astimezone(), record))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RequestError(f"{file}: not a whole record of kog bench: {error!r}") from error
+        for schema, record in found:
+            if schema in OTHER_SCHEMAS:
+                continue
+            if schema != SCHEMA:
+                raise RequestError(f"{file}: its schema is {schema!r}, not {SCHEMA!r}")
+            try:
+                if record["kind"] in KINDS and not record["test"].get("interrupted"):
+                    table([record])
+                    records.append((datetime.fromisoformat(record["created"]).astimezone(), record))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RequestError(f"{file}: not a whole record of kog bench: {error!r}") from error
     return [record for _, record in sorted(records, key=lambda pair: pair[0])]
 
 

@@ -1,13 +1,14 @@
 """Kept results of `kog bench`: read, tabled, and the tables of README.md and RESULTS.md are what they say."""
 
 import json
+import lzma
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from kog_triton.bench import cli as bench
-from kog_triton.bench.record import kept_file, make_row, read, record_files, write
+from kog_triton.bench.record import kept_file, make_row, read, read_all, record_files, write
 from kog_triton.bench.show import notes, stage_table
 from kog_triton.bench.table import (
     HEADLINE,
@@ -277,16 +278,23 @@ def test_a_long_record_is_kept_compressed(tmp_path):
     write(record, file)
     assert file.name == "2026-01-02-a.json.xz" and record_files(tmp_path) == [file]
     assert read(file) == record and file.stat().st_size < 64 << 10
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(RequestError, match="not a record"):
-        read_results(tmp_path)
+    day = tmp_path / "2026-01-02.jsonl.xz"  # of two, a line each
+    day.write_bytes(lzma.compress(2 * f"{json.dumps(record)}\n".encode()))
+    assert record_files(tmp_path) == [day, file] and read_all(day) == [record, record]
+    assert read_results(tmp_path) == 3 * [record]
+    for damaged in (file, day):
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-9])
+        with pytest.raises(RequestError, match=f"{damaged.name}: not a record"):
+            read_results(tmp_path)
+        damaged.write_bytes(whole)
 
 
 def test_kept_results_are_records():
     validator = jsonschema.Draft202012Validator(SCHEMA)
     files = record_files(ROOT / "benchmarks" / "results")
     assert any(file.suffix == ".xz" for file in files)
-    records = [read(file) for file in files]
+    records = [record for file in files for record in read_all(file)]
     ours = [record for record in records if record["schema"] not in OTHER_SCHEMAS]
     assert len(ours) > 30
     for record in ours:

@@ -5,12 +5,12 @@ from rich.table import Table
 
 from kog_triton import plan
 from kog_triton.bench import show
-from kog_triton.bench.record import SCHEMA, read, record_files
+from kog_triton.bench.record import SCHEMA, read_all, record_files
 from kog_triton.cli.console import Output, plain_table
 from tests import ROOT
 
 FILES = record_files(ROOT / "benchmarks" / "results")
-RECORDS = [file for file in FILES if read(file)["schema"] == SCHEMA]
+RECORDS = [record for f in FILES for record in read_all(f) if record["schema"] == SCHEMA]
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def check(text, tables, width):
     assert not width or max(map(len, ruled)) <= width
 
 
-@pytest.mark.parametrize("file", RECORDS, ids=lambda f: f.stem)
-def test_every_kept_record_renders_whole(file, shown, width, capsys):
-    show.show(read(file))
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: f"{r['created']}-{r['kind']}")
+def test_every_kept_record_renders_whole(record, shown, width, capsys):
+    show.show(record)
     check(capsys.readouterr().out, shown, width)
 
 

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from kog_triton.bench.record import read, record_files
+from kog_triton.bench.record import read_all, record_files
 from kog_triton.demo import checkpoint_path
 from kog_triton.model.shapes import SHAPES
 from tests import ROOT
@@ -25,7 +25,7 @@ def formats(monkeypatch):
 
 def kept(kind):
     """The newest record of a kind."""
-    records = [read(file) for file in record_files(RESULTS)]
+    records = [record for file in record_files(RESULTS) for record in read_all(file)]
     ours = [r for r in records if r["schema"] == "kog_triton.formats/1" and r["kind"] == kind]
     return max(ours, key=lambda record: record["created"])
 

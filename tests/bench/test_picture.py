@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kog_triton.bench.record import read, record_files
+from kog_triton.bench.record import read_all, record_files
 from kog_triton.bench.table import read_results
 from tests import ROOT
 
@@ -26,8 +26,8 @@ def kept(theme):
 
 def compared():
     """Of every kept greedy comparison: the timed rows of GPU backends and peers, tokens/s by name, and the limit."""
-    for file in record_files(ROOT / "benchmarks" / "results"):
-        record = read(file)
+    files = record_files(ROOT / "benchmarks" / "results")
+    for record in (record for file in files for record in read_all(file)):
         if record["kind"] != "compare" or record["test"]["name"] != "tg256 @ d32":
             continue
         if record["test"]["sampling"] == "greedy":

@@ -1,6 +1,8 @@
-"""`kog plan`, word by word, of shapes of every kind: tests/data/plans/shown.txt. What the figures must be is for
-test_plan.py to ask; whoever means to change them writes that file anew. A rule under a heading is one sign there."""
+"""`kog plan`, word by word, of shapes of every kind: tests/data/plans/shown.txt.xz. What the figures must be is for
+test_plan.py to ask; whoever means to change them writes that file anew (unxz, xz -9e). A rule under a heading is one
+sign there."""
 
+import lzma
 import re
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from kog_triton import plan
 from tests import ROOT
 
-SHOWN = (ROOT / "tests/data/plans/shown.txt").read_text(encoding="utf-8")
+SHOWN = lzma.decompress((ROOT / "tests/data/plans/shown.txt.xz").read_bytes()).decode()
 PLANS = dict(re.findall(r"^\$ kog plan (.*)\n((?:(?!\$ ).*\n)*)", SHOWN, re.M))
 
 
