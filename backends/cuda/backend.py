@@ -25,7 +25,7 @@ from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS, LayOut
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
-from kog_triton.backends.cuda.layout.unpack import unpacked_bytes
+from kog_triton.backends.cuda.layout.unpack import unpacked_bytes, unpacked_stages
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.placing import Placing
 from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
@@ -230,7 +230,7 @@ class CudaBackend(PromptsBeside):
     def _check_memory(self) -> None:
         lowering, beside = self.layout.lowering, 0
         if wants_library(self.options, self.device):
-            beside = unpacked_bytes(lowering)
+            beside = unpacked_bytes(lowering, unpacked_stages(lowering))
             if self._passes_short(lowering):
                 beside += workspace_bytes(lowering, self.options.num_slots, self._most_blocks)
             if self._moves_outputs(lowering):

@@ -41,9 +41,8 @@ CHUNKED_LANES = Crossover(8, 24)
 # (benchmarks/cuda-log.md#rank-passes): 18 to 20 ms of Llama-3.2-1B alone and 38 to 40 of Qwen3-8B by the host; chunks
 # 0.52 and 2.4 ms, of Laneformer-2B 0.84.
 RANKS_LAYER_S, GRAPH_LAYER_S, CHUNK_LAYER_S = 1.15e-3, 0.25e-3, 16e-6
-# Of narrow weights, which are unpacked for every pass of the library: an estimate, not a measurement. Qwen3-8B int4, a
-# chunk 2.2 ms, all layers unpacked 5 and 16-bit products of few tokens 6 (benchmarks/cuda-log.md#narrow).
-CHUNKED_NARROW = Crossover(40, 64)
+# Of narrow weights: Qwen3-8B int4 and FP8 and Llama-3.2-1B on one H200 (benchmarks/cuda-log.md#narrow-prompts).
+CHUNKED_NARROW = Crossover(16, 24)
 # Chunks after which a launch ends, so that a cancel is heard: 25 to 50 ms of a 1B model, and a pass over
 # the weights each of a larger one.
 MOST_CHUNKS = 32

@@ -1,6 +1,5 @@
 """Products of prompts with the matrices of the weight arena (prompt.cu)."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,13 +7,15 @@ import numpy as np
 import torch
 
 from kog_triton.backends.cuda.driver import Kernel
+from kog_triton.backends.cuda.layout.header import bias_places
 from kog_triton.backends.cuda.layout.prompt import (
     ARRANGE_THREADS,
-    KERNELS,
     ArrangeCall,
     ProductCall,
     ProductKernel,
     deal,
+    product_kernels,
+    ring_slot_steps,
     takes,
 )
 from kog_triton.backends.cuda.matrices import ArenaMatrices
@@ -50,7 +51,8 @@ class ArenaProducts:
     """prefill.weights.Matrices, by the kernels where they read a stage (`layout.prompt.takes`), else unpacked.
 
     load       makes a function of a kernel ready: the kernel, the function's name, its shared memory
-    unpacking  of a narrow model, whose matrices the kernels read out of its buffer
+    unpacking  of narrow stages that the kernels do not read
+    biases     the decode kernel's, with the scales of rows (memory.py)
     """
 
     def __init__(
@@ -59,24 +61,25 @@ class ArenaProducts:
         arena: Tensor,
         dtype: torch.dtype,
         load: Callable[[ProductKernel, str, int], Kernel],
+        biases: Tensor,
         unpacking: Unpacking | None = None,
     ) -> None:
-        self._lowering, self._unpacking = lowering, unpacking
-        self._weights = arena if unpacking is None else unpacking.buffer
+        self._lowering, self._weights, self._biases = lowering, arena, biases
         self._unpacked = ArenaMatrices(lowering, arena, dtype, unpacking)
         self._most = torch.cuda.get_device_properties(arena.device).multi_processor_count
+        kernels = product_kernels(lowering)
         self._kernels: Mapping[ProductKernel, Kernel] = {
-            k: load(k, "kog_product", k.shared_bytes) for k in KERNELS
+            k: load(k, "kog_product", k.shared_bytes) for k in kernels
         }
-        self._arrange = load(KERNELS[0], "kog_arrange", 0)
+        self._arrange = load(kernels[0], "kog_arrange", 0)
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule) if takes(lowering, s)}
-        make = group_tables if unpacking is None else unpacked_group_tables
-        table, at = make(lowering, self._stages)
+        table, at = group_tables(lowering, self._stages)
+        self._bias_places, self._bias_rows = bias_places(lowering)
         self._table = torch.from_numpy(table).to(arena.device)
         begin, row = self._table.data_ptr(), self._table.stride(0) * self._table.element_size()
         self._groups = {where: [begin + row * n for n in rows] for where, rows in at.items()}
         self._ready: dict[tuple[str, int], Ready] = {}
-        most_bytes = max(k.partial_bytes for k in KERNELS)
+        most_bytes = max(k.partial_bytes for k in kernels)
         self._partials = torch.empty(self._most * most_bytes // 4, device=arena.device)
         self._arrived = torch.zeros(self._most, dtype=torch.int32, device=arena.device)
 
@@ -92,14 +95,15 @@ class ArenaProducts:
         arrange.out = multiply.x = arranged.data_ptr()
         arrange.x, multiply.y = x.data_ptr(), y.data_ptr()
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        if self._unpacking is not None:
-            self._unpacking.queue(layer, stage, stream)
+        row_scales = layer * self._bias_rows + self._bias_places[stage][1]
+        multiply.row_scales = self._biases.data_ptr() + 4 * row_scales
         for groups in self._groups[stage, layer]:
             multiply.groups = groups
             way.arrange(stream)
             way.multiply(stream)
             arrange.x += tokens * way.cols * x.element_size()
             multiply.y += tokens * way.rows * x.element_size()
+            multiply.row_scales += 4 * way.rows
         return y if bias is None else y.add_(bias[:, None])
 
     def groups(self, stage: str, layer: int) -> int:
@@ -113,10 +117,12 @@ class ArenaProducts:
 
     def _make_ready(self, name: str, tokens: int) -> "Ready":
         lo, stage = self._lowering, self._stages[name]
-        way = deal(stage.rows, lo.padded_k(stage), tokens, self._most)
+        weights = lo.weights[name]
+        way = deal(stage.rows, lo.padded_k(stage), tokens, self._most, weights)
         padded = way.token_tiles * way.kernel.tokens
         parts, steps = lo.tilings[name].k_parts, lo.steps(stage)
-        arrange = ArrangeCall(None, None, tokens, padded, stage.cols, parts, steps)
+        slab_shift, pack_shift = parts.bit_length() - 1, weights.pack.bit_length() - 1
+        arrange = ArrangeCall(None, None, tokens, padded, stage.cols, slab_shift, steps, pack_shift)
         blocks = -(-padded * parts * steps // ARRANGE_THREADS)
         call = ProductCall(
             self._weights.data_ptr(),
@@ -125,6 +131,7 @@ class ArenaProducts:
             None,
             self._partials.data_ptr(),
             self._arrived.data_ptr(),
+            None,
             tokens,
             padded,
             stage.rows,
@@ -132,8 +139,8 @@ class ArenaProducts:
             way.token_tiles,
             way.steps,
             way.whole,
-            parts.bit_length() - 1,
-            *((lo.fragments, lo.num_blocks * lo.fragments) if self._unpacking is None else (1, 1)),
+            slab_shift,
+            *ring_slot_steps(lo),
         )
         if len(self._ready) >= MOST_READY:
             self._ready.clear()
@@ -161,24 +168,6 @@ def group_tables(
             continue
         groups = _groups(lowering, stages[name], unit_places(lowering, stages[name], layer, first))
         at[name, layer] = [count + shard * groups.shape[1] for shard in range(len(groups))]
-        count += len(groups) * groups.shape[1]
-        parts.append(groups.reshape(-1, 4))
-    return np.concatenate(parts), at
-
-
-def unpacked_group_tables(
-    lowering: CudaLowering, stages: Mapping[str, Stage]
-) -> tuple[np.ndarray, dict[tuple[str, int], list[int]]]:
-    """As `group_tables`, where a stage's fragments lie in order (unpacking.py): alike in all layers."""
-    parts = [np.zeros((0, 4), np.int32)]
-    at: dict[tuple[str, int], list[int]] = {}
-    count = 0
-    for name, stage in stages.items():
-        shape = (lowering.schedule.num_shards, lowering.num_units(stage))
-        begin = np.arange(math.prod(shape)).reshape(shape) * lowering.steps(stage)
-        groups = _groups(lowering, stage, np.stack([begin, np.zeros_like(begin)]))
-        shards = [count + shard * groups.shape[1] for shard in range(len(groups))]
-        at |= {(name, layer): shards for layer in range(lowering.schedule.spec.num_layers)}
         count += len(groups) * groups.shape[1]
         parts.append(groups.reshape(-1, 4))
     return np.concatenate(parts), at

@@ -1,21 +1,21 @@
 // Products of a prompt's tokens with a matrix of the weight arena, as the decode kernel's stream has it. The generated
 // header (layout/prompt.py) stands before this text: kTokens of a tile, kGroups warpgroups of 64 rows each, kBlocks K
-// blocks of 32 values a stage, kStages, and multiply() of 64 rows by kTokens by 16 values.
+// blocks of 32 values that are multiplied at once, kHalves of them a stage of the ring, kStages, kStored tokens that are
+// stored at once, the Weights, and multiply() of 64 rows by kTokens by 16 values.
 //
 // One warpgroup copies, the others multiply. A thread's 16 bytes of a fragment are the registers that wgmma takes of
-// two blocks of 16 values, so that K runs in the order of those registers and x is laid out in it (kog_arrange).
+// two blocks of 16 values, so that K runs in the order of those registers and x is laid out in it (kog_arrange). Narrow
+// weights become these registers while the products before run: each fragment of codes is kPack blocks.
 #include <kog/prompt/hopper.h>
-#include <kog/prompt/walk.h>
+#include <kog/prompt/pieces.h>
 
 namespace kog {
 
 constexpr int kRows = 64 * kGroups, kThreads = 128 * kGroups;
-constexpr int kWeightBytes = kRows * kBlocks * 64, kXBytes = kTokens * kBlocks * 64;
-constexpr int kStageBytes = kWeightBytes + kXBytes;
-constexpr int kPieceBytes = kBlocks * 512;  // of 8 rows
+constexpr int kScalesAt = kRows / 8 * kPieceBytes, kWeightBytes = kScalesAt + kRows / 8 * kScaleBytes;
+constexpr int kXBytes = kTokens * kStageBlocks * 64, kStageBytes = kWeightBytes + kXBytes;
 constexpr int kWeightWarps = 2, kPieces = kRows / 8 / kWeightWarps;  // a warp's
 constexpr int kSums = kTokens / 2;                                   // of a thread
-constexpr int kStored = kTokens < 64 ? kTokens : 64;                 // tokens that are stored at once
 constexpr int kOutBytes = kStored * 128;                             // a warpgroup's
 // Of a wait, ns: a pass on several GPUs may wait for a late one as long as a kernel does (backend.py), ahead of this.
 constexpr u64 kPatience = 10000000000;
@@ -30,16 +30,16 @@ KOG_DEVICE void wait_barrier(u64* barrier, u32 parity) {
 }
 
 struct Shared {
-  u8 *ring, *out;
+  u8 *x, *weights, *out;  // of each stage
   u64 *full, *empty;
   volatile int* last;
 };
 KOG_DEVICE Shared shared_parts() {
   u8* memory = shared_memory();
   memory += (1024 - (shared_address(memory) & 1023)) & 1023;
-  u8* out = memory + kStages * kStageBytes;
+  u8 *weights = memory + kStages * kXBytes, *out = memory + kStages * kStageBytes;
   u64* barriers = reinterpret_cast<u64*>(out + kGroups * kOutBytes);
-  return {memory, out, barriers, barriers + kStages, reinterpret_cast<int*>(barriers + 2 * kStages)};
+  return {memory, weights, out, barriers, barriers + kStages, reinterpret_cast<int*>(barriers + 2 * kStages)};
 }
 
 struct Stage {
@@ -55,27 +55,48 @@ KOG_DEVICE void copy_weights(const Product& p, const Walk& walk, const Shared& s
   u32 reciprocal = (65535 + p.ring_slot) / p.ring_slot;  // exact below 32,768 fragments, for 4 a ring slot
   for (int i = 0; i < walk.count; i++) {
     Segment segment = walk.at(p, i);
-    int fragment[kPieces];
-    u32 from[kPieces];  // in 512 bytes
+    const int4* groups = p.groups + (place_of(p, segment.tile).row_tile * kWeightWarps + warp) * kPieces;
+    Pieces pieces[kPieces];
 #pragma unroll
-    for (int j = 0; j < kPieces; j++) {
-      int row_tile = place_of(p, segment.tile).row_tile;
-      int4 group = p.groups[(row_tile * kWeightWarps + warp) * kPieces + j];
-      fragment[j] = group.y;
-      from[j] = group.x * 16 + group.z / 512;
-    }
+    for (int j = 0; j < kPieces; j++) pieces[j] = Pieces(groups[j]);
     for (int k = segment.first; k < segment.last; k++) {
       u64* full = shared.full + stage.index;
       wait_barrier(shared.empty + stage.index, stage.phase ^ 1);
       barrier_expect(full, kPieces * kPieceBytes);
-      int block = k * kBlocks, ahead = block >> p.slab_shift, inside = block & ((1 << p.slab_shift) - 1);
 #pragma unroll
       for (int j = 0; j < kPieces; j++) {
-        int f = fragment[j] + ahead, slot = f * reciprocal >> 16;
-        u32 at = from[j] + (slot * p.ring_slot_step + f - slot * p.ring_slot) * 16 + inside;
-        u32 to = shared_address(shared.ring) + stage.index * kStageBytes + (warp * kPieces + j) * kPieceBytes;
-        bulk_copy(to, p.arena + static_cast<u64>(at) * 512, kPieceBytes, shared_address(full));
+        u32 to = shared_address(shared.weights) + stage.index * kWeightBytes, piece = warp * kPieces + j;
+        const u8* codes = pieces[j].codes(p, k * kFragments, reciprocal);
+        bulk_copy(to + piece * kPieceBytes, codes, kPieceBytes, shared_address(full));
       }
+      stage.next();
+    }
+  }
+}
+
+// By a whole warp: bulk copies of 16 bytes took as long as those of codes (benchmarks/cuda-log.md#narrow-prompts).
+KOG_DEVICE void copy_scales(const Product& p, const Walk& walk, const Shared& shared, int lane) {
+  constexpr int kEach = kScaleBytes > 0 ? kScaleBytes / 16 : 1;  // copies a piece
+  constexpr int kCopies = kRows / 8 * kEach, kOwn = (kCopies + 31) / 32;
+  Stage stage;
+  u32 reciprocal = (65535 + p.ring_slot) / p.ring_slot;
+  for (int i = 0; i < walk.count; i++) {
+    Segment segment = walk.at(p, i);
+    const int4* groups = p.groups + place_of(p, segment.tile).row_tile * (kRows / 8);
+    Pieces pieces[kOwn];
+#pragma unroll
+    for (int j = 0; j < kOwn; j++) pieces[j] = Pieces(groups[(32 * j + lane) % kCopies / kEach]);
+    for (int k = segment.first; k < segment.last; k++) {
+      u32 full = shared_address(shared.full + stage.index);
+      u32 to = shared_address(shared.weights) + stage.index * kWeightBytes + kScalesAt;
+      wait_barrier(shared.empty + stage.index, stage.phase ^ 1);
+#pragma unroll
+      for (int j = 0; j < kOwn; j++) {
+        int copy = 32 * j + lane;
+        const u8* scales = pieces[j].scales(p, k * kFragments, pieces[j].codes(p, k * kFragments, reciprocal));
+        if (copy < kCopies) copy_16(to + copy * 16, scales + copy % kEach * 16);
+      }
+      arrive_behind_copies(full);
       stage.next();
     }
   }
@@ -87,21 +108,26 @@ KOG_DEVICE void copy_x(const Product& p, const Walk& walk, const Shared& shared)
   for (int i = 0; i < walk.count; i++) {
     Segment segment = walk.at(p, i);
     const u8* from = p.x + static_cast<u64>(place_of(p, segment.tile).token_tile * kTokens) * 128;
-    from += segment.first * (kBlocks / 2) * step;
+    from += segment.first * (kStageBlocks / 2) * step;
     for (int k = segment.first; k < segment.last; k++) {
       u64* full = shared.full + stage.index;
       wait_barrier(shared.empty + stage.index, stage.phase ^ 1);
       barrier_expect(full, kXBytes);
-      u32 to = shared_address(shared.ring) + stage.index * kStageBytes + kWeightBytes;
+      u32 to = shared_address(shared.x) + stage.index * kXBytes;
 #pragma unroll
-      for (int j = 0; j < kBlocks / 2; j++, from += step)
+      for (int j = 0; j < kStageBlocks / 2; j++, from += step)
         bulk_copy(to + j * kTokens * 128, from, kTokens * 128, shared_address(full));
       stage.next();
     }
   }
 }
 
-using Fragments = uint4[kBlocks][2];
+KOG_DEVICE ThreadWords load_words(u32 at) {
+  uint4 v = load_shared(at);
+  return {v.x, v.y, v.z, v.w};
+}
+
+using Fragments = ThreadWords[kBlocks][2];
 
 struct Consumer {
   const Product& p;
@@ -109,25 +135,35 @@ struct Consumer {
   const Shared& shared;
   int group, warp, lane;  // warp of its group
   Stage stage;
+  int step = 0;  // the stage's, of K
+  float row_scales[2] = {1, 1};
   float sums[kSums];
 
-  KOG_DEVICE void load(Fragments& a) {
-    wait_barrier(shared.full + stage.index, stage.phase);
-    u32 at = shared_address(shared.ring) + stage.index * kStageBytes + lane * 16;
-    at += (group * 4 + warp) * 2 * kPieceBytes;
+  KOG_DEVICE void load(Fragments& a, int half) {
+    if (half == 0) wait_barrier(shared.full + stage.index, stage.phase);
+    int piece = (group * 4 + warp) * 2, begin = stage.index * kWeightBytes;
+    u32 at = shared_address(shared.weights) + begin + piece * kPieceBytes + lane * 16;
 #pragma unroll
     for (int b = 0; b < kBlocks; b++)
 #pragma unroll
-      for (int r = 0; r < 2; r++) a[b][r] = load_shared(at + r * kPieceBytes + b * 512);
+      for (int r = 0; r < 2; r++) {
+        int block = half * kBlocks + b, fragment = block / Weights::kPack;
+        a[b][r] = load_words(at + r * kPieceBytes + fragment * kFragmentBytes);
+        if constexpr (kNarrow) {
+          const u8* scales = shared.weights + begin + kScalesAt + (piece + r) * kScaleBytes;
+          a[b][r] = widen(a[b][r], scales, step, fragment, block % Weights::kPack, lane / 4, row_scales[r]);
+        }
+      }
   }
-  KOG_DEVICE void multiply_stage(Fragments& a) {
+  KOG_DEVICE void multiply_half(Fragments& a, int half) {
     products_begin();
-    u64 x = swizzled_rows(shared_address(shared.ring) + stage.index * kStageBytes + kWeightBytes);
+    u64 x = swizzled_rows(shared_address(shared.x) + stage.index * kXBytes);
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      u64 at = x + b / 2 * (kTokens * 128 / 16) + b % 2 * 4;
-      multiply(sums, a[b][0].x, a[b][1].x, a[b][0].y, a[b][1].y, at);
-      multiply(sums, a[b][0].z, a[b][1].z, a[b][0].w, a[b][1].w, at + 2);
+      int block = half * kBlocks + b;
+      u64 at = x + block / 2 * (kTokens * 128 / 16) + block % 2 * 4;
+      multiply(sums, a[b][0].w[0], a[b][1].w[0], a[b][0].w[1], a[b][1].w[1], at);
+      multiply(sums, a[b][0].w[2], a[b][1].w[2], a[b][0].w[3], a[b][1].w[3], at + 2);
     }
     products_commit();
   }
@@ -138,39 +174,52 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kSums; j++) sums[j] = 0;
   }
-  // The next stage's fragments are loaded while the last one's products run. In any other order, or with a way out
+  KOG_DEVICE void next() {
+    stage.next();
+    step++;
+  }
+  // The fragments of the next half are loaded while the last one's products run. In any other order, or with a way out
   // of the middle of the loop, the compiler runs one product after another.
   KOG_DEVICE void multiply_segment(int steps) {
     Fragments even, odd;
+    constexpr int kSecond = kHalves - 1;  // what is odd is a stage of its own, or the second half of one
     clear();
-    load(even);
-    multiply_stage(even);
-    int before = stage.index, left = steps - 1;
-    stage.next();
+    load(even, 0);
+    multiply_half(even, 0);
+    int before = stage.index, left = steps * kHalves - 1;
+    if constexpr (kHalves == 1) next();
     for (; left > 1; left -= 2) {
-      load(odd);
-      multiply_stage(odd);
+      load(odd, kSecond);
+      multiply_half(odd, kSecond);
+      products_wait<1>();
+      if constexpr (kHalves == 1) release(before);
+      before = stage.index;
+      next();
+      load(even, 0);
+      multiply_half(even, 0);
       products_wait<1>();
       release(before);
       before = stage.index;
-      stage.next();
-      load(even);
-      multiply_stage(even);
-      products_wait<1>();
-      release(before);
-      before = stage.index;
-      stage.next();
+      if constexpr (kHalves == 1) next();
     }
     if (left) {
-      load(odd);
-      multiply_stage(odd);
+      load(odd, kSecond);
+      multiply_half(odd, kSecond);
       products_wait<0>();
-      release(before);
+      if constexpr (kHalves == 1) release(before);
       release(stage.index);
-      stage.next();
+      next();
     } else {
       products_wait<0>();
       release(before);
+    }
+  }
+  // Of the rows of a tile whose fragments this thread has.
+  KOG_DEVICE void load_row_scales(const Segment& segment) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int row = place_of(p, segment.tile).row_tile * kRows + group * 64 + warp * 16 + r * 8 + lane / 4;
+      row_scales[r] = row < p.rows ? p.row_scales[row] : 1.f;
     }
   }
   KOG_DEVICE float4* part(int share, int slot) const {
@@ -251,7 +300,7 @@ KOG_KERNEL void __launch_bounds__(128 * (kog::kGroups + 1), 1)
   Shared shared = shared_parts();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
-      barrier_init(shared.full + i, kWeightWarps + 1);
+      barrier_init(shared.full + i, kWeightWarps + 1 + (kRecord > 0 ? 32 : 0));
       barrier_init(shared.empty + i, kGroups);
     }
     barrier_init_fence();
@@ -262,13 +311,14 @@ KOG_KERNEL void __launch_bounds__(128 * (kog::kGroups + 1), 1)
   int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
   if (group == kGroups) {
     if constexpr (kGroups == 2) give_registers<56>();
-    // Weights of 16 bits are nobody's output: their copies do not wait for the launch before.
+    // Weights are nobody's output: their copies do not wait for the launch before.
     if (warp < kWeightWarps && elected()) {
-      if constexpr (kUnpacked) wait_for_launch_before();
       copy_weights(p, walk, shared, warp);
     } else if (warp == kWeightWarps && elected()) {
       wait_for_launch_before();
       copy_x(p, walk, shared);
+    } else if (warp > kWeightWarps) {
+      if constexpr (kRecord > 0) copy_scales(p, walk, shared, threadIdx.x % 32);
     }
   } else {
     if constexpr (kGroups == 2) take_registers<224>();
@@ -276,6 +326,8 @@ KOG_KERNEL void __launch_bounds__(128 * (kog::kGroups + 1), 1)
     Consumer consumer{p, walk, shared, group, warp, static_cast<int>(threadIdx.x % 32)};
     for (int i = 0; i < walk.count; i++) {
       Segment segment = walk.at(p, i);
+      if constexpr (kRowScales) consumer.load_row_scales(segment);
+      consumer.step = segment.first;
       consumer.multiply_segment(segment.last - segment.first);
       if constexpr (kParts) {
         consumer.store_part(segment);
@@ -289,12 +341,13 @@ KOG_KERNEL void __launch_bounds__(128 * (kog::kGroups + 1), 1)
 }
 
 // x [tokens, cols] as kog_product takes it: [K / 64][padded tokens][64 values], K in the order of the stream's registers,
-// a row's pieces of 16 bytes swizzled. A thread takes 32 values of a token, zeros past the ends.
+// a row's pieces of 16 bytes swizzled. A thread takes 32 values of a token, zeros past the ends. Of each part
+// of K the blocks of one fragment follow each other.
 namespace kog {
 struct Arrange {
   const uint4* x;
   uint4* out;
-  int tokens, padded, cols, parts, steps;
+  int tokens, padded, cols, slab_shift, steps, pack_shift;
 };
 static_assert(sizeof(Arrange) == kArrangeBytes);
 }  // namespace kog
@@ -302,8 +355,10 @@ static_assert(sizeof(Arrange) == kArrangeBytes);
 KOG_KERNEL void __launch_bounds__(kog::kArrangeThreads) kog_arrange(const __grid_constant__ kog::Arrange p) {
   kog::start_launch_behind();
   int i = blockIdx.x * kog::kArrangeThreads + threadIdx.x, half = i % 2, token = i / 2 % p.padded, pair = i / 2 / p.padded;
-  int block = 2 * pair + half, k = (block % p.parts * p.steps + block / p.parts) * 32;
-  if (block >= p.parts * p.steps) return;
+  int block = 2 * pair + half, fragment = block >> p.pack_shift, slab = fragment >> p.slab_shift;
+  int part = fragment - (slab << p.slab_shift), ahead = block - (fragment << p.pack_shift);
+  int k = (part * p.steps + (slab << p.pack_shift) + ahead) * 32;
+  if (block >= p.steps << p.slab_shift) return;
   kog::wait_for_launch_before();
   kog::u32 words[4][4];
   for (int q = 0; q < 4; q++) {

@@ -7,7 +7,12 @@ No torch: their compilers begin before it is imported (precompile.py), since the
 from typing import NamedTuple
 
 from kog_triton.backends.cuda.layout import rank_outputs
-from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductKernel, render_product, takes
+from kog_triton.backends.cuda.layout.prompt import (
+    ProductKernel,
+    product_kernels,
+    render_product,
+    takes,
+)
 from kog_triton.backends.cuda.layout.short_pass import (
     MOST_HEAD_DIM,
     MOST_HIDDEN,
@@ -17,7 +22,7 @@ from kog_triton.backends.cuda.layout.short_pass import (
     attend_bytes,
     render_short_pass,
 )
-from kog_triton.backends.cuda.layout.unpack import render_unpack
+from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_stages
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
@@ -41,12 +46,10 @@ def product_texts(
     """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
     spec = lowering.schedule.spec
     texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {
-        k: (render_product(k, spec.dtype, bool(spec.narrow)), PRODUCTS) for k in KERNELS
+        k: (render_product(k, spec.dtype), PRODUCTS) for k in product_kernels(lowering)
     }
-    if spec.narrow:
-        kinds = {lowering.weights[s.name] for s in layer_matrices(lowering.schedule)}
-        texts |= {kind: (render_unpack(kind, spec.dtype), UNPACK) for kind in kinds}
-    return texts
+    kinds = {lowering.weights[s.name] for s in unpacked_stages(lowering)}
+    return texts | {kind: (render_unpack(kind, spec.dtype), UNPACK) for kind in kinds}
 
 
 def can_pass(lowering: CudaLowering) -> bool:

@@ -14,6 +14,7 @@ from kog_triton.backends.cuda.jit import begin_cubin, compile_cubin
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.prompt import ProductKernel
 from kog_triton.backends.cuda.layout.short_pass import Ready
+from kog_triton.backends.cuda.layout.unpack import unpacked_stages
 from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.placing import Placing
 from kog_triton.backends.cuda.products import ArenaProducts
@@ -212,11 +213,14 @@ class PromptsBeside:
             self._products_compiled.result()
         unpacking = None
         with on_device(device):  # whose context takes modules
-            if self.spec.narrow:
+            if stages := unpacked_stages(lowering):
                 unpacking = Unpacking(
                     lowering,
                     memory.weights,
                     memory.biases,
                     lambda kind: load(kind, "kog_unpack", 0),
+                    stages,
                 )
-            return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load, unpacking)
+            return ArenaProducts(
+                lowering, memory.weights, memory.embed.dtype, load, memory.biases, unpacking
+            )

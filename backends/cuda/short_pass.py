@@ -15,6 +15,7 @@ from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.prompt import (
     ProductCall,
     ProductKernel,
+    ring_slot_steps,
 )
 from kog_triton.backends.cuda.layout.short_pass import (
     ATTEND_THREADS,
@@ -346,6 +347,7 @@ class ShortPass:
             None,
             self._parts.data_ptr(),
             None,
+            None,
             kernel.tokens,
             kernel.tokens,
             stage.rows,
@@ -354,8 +356,7 @@ class ShortPass:
             cut.steps,
             0,
             lo.tilings[name].k_parts.bit_length() - 1,
-            lo.fragments,
-            lo.num_blocks * lo.fragments,
+            *ring_slot_steps(lo),
         )
         return self._make_ready(kernel, "kog_product", cut.blocks, kernel.threads, call)
 

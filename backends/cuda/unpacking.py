@@ -1,7 +1,8 @@
-"""A narrow model's matrices in 16 bits, for products of prompts: one stage of a layer at a time (unpack.cu)."""
+"""Narrow matrices in 16 bits, for products of prompts that no kernel reads them for: one stage of a layer at a time
+(unpack.cu)."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,6 @@ from kog_triton.backends.cuda.layout.unpack import (
 )
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
-from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.packing import first_ring_slots, unit_places
 from kog_triton.schedule.schedule import Stage
 
@@ -37,6 +37,7 @@ class Unpacking:
 
     biases  the kernel's, with the scales of rows (memory.py)
     load    makes the kernel of weights that lie so ready
+    stages  which ones
     """
 
     def __init__(
@@ -45,15 +46,18 @@ class Unpacking:
         arena: Tensor,
         biases: Tensor,
         load: Callable[[StreamWeights], Queues],
+        stages: Sequence[Stage],
     ) -> None:
         self._lowering, self._biases = lowering, biases
-        self.buffer = torch.empty(unpacked_bytes(lowering), dtype=torch.uint8, device=arena.device)
+        self.buffer = torch.empty(
+            unpacked_bytes(lowering, stages), dtype=torch.uint8, device=arena.device
+        )
         first, tables, at = first_ring_slots(lowering), [], 0
         begins: dict[tuple[str, int], int] = {}
         places, self._bias_rows = bias_places(lowering)
         kernels: dict[StreamWeights, Queues] = {}
         self._stages: dict[str, tuple[UnpackCall, Callable[[int], None], int]] = {}
-        for stage in layer_matrices(lowering.schedule):
+        for stage in stages:
             weights = lowering.weights[stage.name]
             if weights not in kernels:
                 kernels[weights] = load(weights)

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
+from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.schedule import Stage
+
+PLACE_BYTES = 64  # that a product's kernel counts in: int32 reach any GPU's memory
 
 
 def pack_blocks(
@@ -77,13 +79,14 @@ def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> 
 
 
 def group_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
-    """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: `unit_places` of
-    its unit, the byte of a fragment of all warps, of 16-bit weights, at which its rows begin, and 0."""
-    rows_of_unit = WARPS // lowering.tilings[stage.name].k_parts
-    width = WARPS * MMA_ROWS * lowering.frag_k * 2 // rows_of_unit
-    begin, before = np.repeat(units, rows_of_unit, 2)
-    inside = np.tile(np.arange(rows_of_unit) * width, units.shape[2])
-    groups = [begin, before, np.broadcast_to(inside, begin.shape), np.zeros_like(begin)]
+    """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: where its block's
+    run of the stage begins, in 64 bytes, how many of the run's fragments come before its unit, the first warp that has
+    its rows, and 0."""
+    parts, pack = lowering.tilings[stage.name].k_parts, lowering.weights[stage.name].pack
+    begin, before = np.repeat(units, WARPS // parts, 2)
+    begin = begin // lowering.fragments * (lowering.ring_slot_bytes // PLACE_BYTES)
+    first = np.tile(np.arange(0, WARPS, parts), units.shape[2])
+    groups = [begin, before // pack, np.broadcast_to(first, begin.shape), np.zeros_like(begin)]
     return np.stack(groups, -1).astype(np.int32)
 
 

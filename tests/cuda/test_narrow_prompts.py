@@ -1,19 +1,19 @@
-"""Narrow weights in 16 bits for the products of prompts: every value the checkpoint's, where the products read it."""
+"""Narrow weights in the products of prompts: every value the checkpoint's, by prompt.cu and by unpack.cu."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.layout.header import bias_places
 from kog_triton.backends.cuda.layout.layout import lay_out
-from kog_triton.backends.cuda.layout.prompt import KERNELS, render_product, takes
-from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes
+from kog_triton.backends.cuda.layout.prompt import WIDE, kernels_of, render_product, takes
+from kog_triton.backends.cuda.layout.unpack import render_unpack, unpacked_bytes, unpacked_stages
 from kog_triton.backends.cuda.matrices import ArenaMatrices
 from kog_triton.backends.cuda.memory import HALF, allocate
-from kog_triton.backends.cuda.products import ArenaProducts, unpacked_group_tables
-from kog_triton.backends.cuda.unpacking import Unpacking
+from kog_triton.backends.cuda.products import ArenaProducts
+from kog_triton.model.shapes import with_format
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.cuda import lower
@@ -25,10 +25,12 @@ from tests.lib.cuda_planting import plant
 from tests.lib.cuda_requests import request, run
 from tests.lib.cuda_walk import ROOT, FiberBackend
 from tests.lib.lowering_cases import ArrayWeights
-from tests.lib.machine_code import instructions, is_local, sass_of_text
+from tests.lib.machine_code import innermost, instructions, is_local, sass_of_text
 from tests.lib.narrow_stages import AWQ, CASES, LARGE, weights_of
 from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 from tests.lib.product_cases import dealt
+from tests.lib.product_runs import multiplied
+from tests.lib.real_shapes import real_shape
 from tests.lib.unpacked import unpacking_of
 
 LANES = {
@@ -88,64 +90,95 @@ def test_every_value_is_the_checkpoint_s_rounded_once(case):
     assert not differing(case, ROOT / "backends/cuda/include")
 
 
-PLANTED = {  # the case that must see it, and its text in prompt/unpack.h
-    "the scale of the next row": ("fp8 rows g32", "row % Weights::kScaleRows *", "(row ^ 1) % Weights::kScaleRows *"),
-    "the scale of the first granule": ("int4 g32, float16", "step * Weights::kGranules / Weights::kPack", "0"),
-    "no zero point": ("int4 g128, zero points", "value - point", "value - 8"),
-    "no minimum": ("int4 g32, minimums (Q4_1)", "value + minimum", "value"),
-    "E2M1 without its sign": ("mxfp4", " | (code & 8) << 28", ""),
-    "nibbles in order": ("int4 g128", "i % 4 * 2 + i / 4", "i"),
-    "a row's scale of the row before": ("fp8 channels", "* 8 + lane / 4;", "* 8 + lane / 4 - (lane > 3);"),
-    "rows of the first shard": ("lanes, fp8 channels", "(unit / p.shard_units) * p.rows", "(0)"),
-    "steps side by side": ("fp8 tensors", "to + step * kWarps * kFragmentBytes", "to"),
+VALUES, UNPACK = "prompt/values.h", "prompt/unpack.h"
+PLANTED = {  # the case that must see it, its header and text
+    "the scale of the next row": ("fp8 rows g32", VALUES, "row % kRows *", "(row ^ 1) % kRows *"),
+    "the scale of the first granule": ("int4 g32, float16", UNPACK, "step * Weights::kGranules / Weights::kPack", "0"),
+    "no zero point": ("int8 g64, zero points", VALUES, "product(value - point,", "product(value,"),
+    "no zero point of nibbles": ("int4 g128, zero points", VALUES, "(n) - point,", "(n) - 8,"),
+    "no minimum": ("int4 g32, minimums (Q4_1)", VALUES, "value + minimum", "value"),
+    "E2M1 without its sign": ("mxfp4", VALUES, " | (code & 8) << 28", ""),
+    "nibbles in order": ("int4 g128", VALUES, "i % 4 * 2 + i / 4", "i"),
+    "a row's scale of the row before": ("fp8 channels", UNPACK, "* 8 + lane / 4;", "* 8 + lane / 4 - (lane > 3);"),
+    "rows of the first shard": ("lanes, fp8 channels", UNPACK, "(unit / p.shard_units) * p.rows", "(0)"),
+    "steps side by side": ("fp8 tensors", UNPACK, "to + step * kWarps * kFragmentBytes", "to"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_fault_is_seen(what, tmp_path):
-    case, before, after = PLANTED[what]
-    assert differing(case, plant(tmp_path, ("prompt/unpack.h", before, after)))
+    case, *edit = PLANTED[what]
+    assert differing(case, plant(tmp_path, tuple(edit)))
 
 
-# ---- where products read them ----
+# ---- products ----
 
 
-def order_of_k(parts, steps):
-    """The value of K behind each place of the product's order (prompt.cu, test_prompt_products.py)."""
-    block, j, half, quarter, e = np.indices((parts * steps, 2, 2, 4, 2))
-    natural = block % parts * steps + block // parts
-    return (natural * 32 + 8 * quarter + 4 * j + 2 * half + e).reshape(-1)
-
-
-@pytest.mark.parametrize("case", ["int4 g128", "16 bits, then mxfp4", "lanes, int4 zero points"])
-def test_the_products_kernel_finds_every_weight_in_its_order(case):
+def errors_of_products(case, which, include=ROOT / "backends/cuda/include"):
+    """Of the stages of a case that the kernels read, by their kernel `which`: relative errors of products with what the
+    checkpoint's values are in 16 bits. Their sums are exact but for float32's last bits: one value that is off by its
+    last bit makes 1e-4."""
     weights, lowering, memory = opened(case)
-    unpacking = unpacking_of(lowering, memory)
-    stages = {s.name: s for s in layer_matrices(lowering.schedule) if takes(lowering, s)}
-    assert stages
-    table, at = unpacked_group_tables(lowering, stages)
-    assert len(at) == len(stages) * weights.spec.num_layers
-    for (name, layer), firsts in at.items():
-        stage, parts = stages[name], lowering.tilings[name].k_parts
-        assert len(firsts) == lowering.schedule.num_shards
-        unpacking.run(layer, name)
-        held = unpacking.buffer.view(torch.int16).numpy()
-        want = wanted(weights, stage, layer).numpy()
-        padded = np.zeros((*want.shape[:2], lowering.padded_k(stage)), np.int16)
-        padded[..., : stage.cols] = want
-        ordered = padded[..., order_of_k(parts, lowering.steps(stage))]
-        blocks = lowering.padded_k(stage) // 32
-        for shard, first in enumerate(firsts):
-            groups = table[first : first + -(-stage.rows // 8)]
-            got = np.zeros((len(groups), 8, blocks, 2, 2, 4, 2), np.int16)
-            for n, (slab, before, inside, _) in enumerate(groups):
-                for block in range(blocks):
-                    place = ((slab + before + block // parts) * 8192 + inside) // 2
-                    place += block % parts * 256
-                    fragment = held[place : place + 256].reshape(8, 4, 2, 2, 2)
-                    got[n, :, block] = fragment.transpose(0, 2, 3, 1, 4)
-            rows = got.reshape(len(groups) * 8, -1)[: stage.rows]
-            assert np.array_equal(rows, ordered[shard]), (name, layer)
+    dtype, errors = HALF[weights.spec.dtype], {}
+    for stage in layer_matrices(lowering.schedule):
+        if not takes(lowering, stage):
+            continue
+        kernel = kernels_of(lowering.weights[stage.name])[which]
+        torch.manual_seed(len(errors))
+        x = torch.randn(lowering.schedule.num_shards, 13, stage.cols).to(dtype)
+        want = torch.bmm(x.double(), dealt(weights, stage, 1).to(dtype).double().mT)
+        got = multiplied(lowering, memory, kernel, stage, 1, x, include).double()
+        errors[stage.name] = float((got - want).norm() / want.norm())
+    return errors
+
+
+MULTIPLIED = [  # the case, and which of its kernels: of the smallest tiles and of two warpgroups
+    ("int4 g128", 2),
+    ("int4 g32, float16", 0),
+    ("int4 g32, minimums (Q4_1)", 2),
+    ("mxfp4", 0),
+    ("fp8 rows g32", 2),
+    ("int8 g64, zero points", 0),
+    ("fp8 blocks, bf16 scales", 2),
+    ("lanes, fp8 channels", 0),
+]
+UNREAD = ("fp8 blocks, odd sizes", "fp8 channels", "int8 channels")  # by any of the kernels
+SLOWLY = [
+    *(
+        (case, which)
+        for case in [*CASES, *MORE]
+        for which in (0, 2)
+        if (case, which) not in MULTIPLIED
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "which"),
+    [*MULTIPLIED, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWLY)],
+    ids=str,
+)
+def test_products_are_those_of_the_values(case, which):
+    errors = errors_of_products(case, which)
+    assert bool(errors) == (case not in UNREAD)
+    assert all(error < 1e-6 for error in errors.values()), errors
+
+
+PIECES = "prompt/pieces.h"
+IN_PRODUCTS = {  # the case that must see it, its kernel and header and text
+    "scales of the part before": ("fp8 blocks, bf16 scales", 2, PIECES, "stage * kFragments * kRecord & 15", "0"),
+    "scales of the first fragment": ("fp8 blocks", 0, PIECES, "+ fragment * kRecord", ""),
+    "scales of the first granule": ("mxfp4", 0, PIECES, "k * Weights::kGranules / Weights::kPack", "0"),
+    "no row's scale": ("lanes, fp8 channels", 0, PIECES, "beside.scale = row_scale;", ""),
+    "slots side by side": ("int4 g128", 2, PIECES, "slot * others", "0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_PRODUCTS)
+def test_a_fault_planted_in_products_is_seen(what, tmp_path):
+    case, which, *edit = IN_PRODUCTS[what]
+    errors = errors_of_products(case, which, plant(tmp_path, tuple(edit)))
+    assert any(not error < 1e-3 for error in errors.values()), errors
 
 
 class Noted:
@@ -162,34 +195,44 @@ class Noted:
         return queue
 
 
-def test_a_product_unpacks_its_matrix_and_reads_the_buffer(monkeypatch):
+def test_a_product_reads_the_arena_and_its_rows_scales(monkeypatch):
     _, lowering, memory = opened("lanes, fp8 channels")
     gpu = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     launches = []
-    unpacking = Unpacking(
-        lowering, memory.weights, memory.biases, lambda kind: Noted("kog_unpack", launches)
-    )
+    assert not unpacked_stages(lowering) and not unpacked_bytes(lowering, ())
     ours = ArenaProducts(
         lowering,
         memory.weights,
         torch.bfloat16,
         lambda kernel, name, _: Noted(name, launches),
-        unpacking,
+        memory.biases,
     )
-    stage = lowering.schedule.stage("o_proj")
+    stage, (places, rows) = lowering.schedule.stage("o_proj"), bias_places(lowering)
     ours.product(1, "o_proj", torch.zeros(2, 40, stage.cols).bfloat16(), None)
-    assert [name for name, *_ in launches] == ["kog_unpack"] + 2 * ["kog_arrange", "kog_product"]
+    ours.product(1, "o_proj", torch.zeros(2, 40, stage.cols).bfloat16(), None)
+    assert [name for name, *_ in launches] == 4 * ["kog_arrange", "kog_product"]
     assert {where for _, _, where, _ in launches} == {7}
-    (_, blocks, _, unpack), *products = launches
-    assert blocks == 2 * lowering.num_units(stage) * lowering.unit_fragments(stage)
-    assert unpack.arena == memory.weights.data_ptr() and unpack.out == unpacking.buffer.data_ptr()
-    for *_, multiply in products[1::2]:
-        assert multiply.arena == unpacking.buffer.data_ptr()
-        assert (multiply.ring_slot, multiply.ring_slot_step) == (1, 1)
-    assert unpacking.buffer.nbytes == unpacked_bytes(lowering)
+    assert {arrange.pack_shift for *_, arrange in launches[::2]} == {1}
+    for shard, (*_, multiply) in enumerate(launches[1::2]):
+        first = rows + places["o_proj"][1] + shard % 2 * stage.rows
+        assert multiply.row_scales == memory.biases.data_ptr() + 4 * first
+        assert multiply.arena == memory.weights.data_ptr()
+    assert memory.biases.numel() >= 2 * rows
+
+
+def test_stages_that_no_kernel_reads_are_unpacked():
+    """Of fragments of 16 values of K all, and of real models those of which K has two parts."""
+    _, lowering, memory = opened("int8 channels")
+    stages = unpacked_stages(lowering)
+    assert stages == tuple(layer_matrices(lowering.schedule))
+    assert unpacked_bytes(lowering, stages) == unpacking_of(lowering, memory).buffer.nbytes > 0
+    for name, unread in (("qwen3-8b", []), ("laneformer-2b", ["o_proj"])):
+        spec = with_format(real_shape(name, 1), FORMATS["int8-channel"])
+        real = lower(build(spec), find_gpu("h200"))
+        assert [stage.name for stage in unpacked_stages(real)] == unread
 
 
 # ---- prompts ----
@@ -218,21 +261,6 @@ def test_a_prompt_leaves_what_that_of_the_unpacked_weights_leaves(case):
 # ---- machine code ----
 
 
-def test_products_of_unpacked_weights_wait_before_they_read_them():
-    """As many waits for the launch before as of 16-bit weights, and the one of the warps that copy these."""
-    source = (ROOT / "backends/cuda/prompt.cu").read_text()
-    waits = [
-        sum(
-            "ACQBULK" in what
-            for _, what in instructions(
-                sass_of_text(render_product(KERNELS[0], DType.BF16, unpacked) + source)
-            )
-        )
-        for unpacked in (False, True)
-    ]
-    assert waits[1] == waits[0] + 1 > 1
-
-
 KINDS = ("int4-g128", "int4-g128-zp", "mxfp4", "fp8-block", "fp8-channel", "q8_0", "q4_1")
 
 
@@ -248,3 +276,40 @@ def test_no_thread_takes_so_long_that_memory_waits(kind, dtype):
     assert sum("STG.E.128" in what for _, what in code) == weights.pack
     assert any("LDG.E.128" in what for _, what in code)
     assert len(code) < (16 if weights.row_scales else 10) * 8 * weights.pack
+
+
+INSTRUCTIONS = {"int4-g128": 3.5, "int4-g128-zp": 4, "q8_0": 6, "mxfp4": 7}  # a value
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        ("int4-g128", 4),
+        ("fp8-block", 4),
+        *(
+            pytest.param(kind, which, marks=pytest.mark.slow)
+            for kind in KINDS
+            for which in range(5)
+            if (kind, which) not in (("int4-g128", 4), ("fp8-block", 4))
+        ),
+    ],
+)
+def test_products_that_widen_follow_each_other_and_spill_in_no_loop(kind, which):
+    """Values widen while the products before run."""
+    kernel = kernels_of(StreamWeights(FORMATS[kind], 32, kind == "fp8-block"))[which]
+    source = (ROOT / "backends/cuda/prompt.cu").read_text()
+    code, wide = (
+        instructions(sass_of_text(render_product(k, DType.BF16) + source))
+        for k in (kernel, kernels_of(WIDE)[which])
+    )
+    loops = [
+        [b for b in innermost(of, r"\bHGMMA") if any("HGMMA" in w for w in b)]
+        for of in (code, wide)
+    ]
+    (loop,), (plain,) = loops
+    assert sum("HGMMA" in what for what in loop) == 2 * 2 * kernel.blocks
+    waits = [what for what in loop if "DEPBAR" in what and "gsb0" in what]
+    assert len(waits) == 2 and all("0x1" in what for what in waits)
+    assert not any(is_local(what) for what in loop)
+    values = 2 * kernel.blocks * 2 * 8  # of a thread, in two steps
+    assert len(loop) - len(plain) < INSTRUCTIONS.get(kind, 5) * values

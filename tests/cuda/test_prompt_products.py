@@ -49,13 +49,14 @@ def order_of_k(parts, steps):
 def read_as_the_kernel(lowering, stage, arena, groups):
     """Rows of 8-row groups, in the kernel's order of K: copy_weights and Consumer::load."""
     parts, chunk = lowering.tilings[stage.name].k_parts, lowering.fragments
+    assert lowering.ring_slot_bytes == chunk * 8192
     blocks = lowering.padded_k(stage) // 32
     out = np.zeros((len(groups), 8, blocks, 2, 2, 4, 2), arena.dtype)
-    for n, (slab, before, inside, _) in enumerate(groups):
+    for n, (begin, before, warp, _) in enumerate(groups):
         for block in range(blocks):
             f = before + block // parts
-            at = slab + f // chunk * lowering.num_blocks * chunk + f % chunk
-            first = (at * 8192 + inside + block % parts * 512) // 2
+            at = f // chunk * lowering.num_blocks * chunk + f % chunk
+            first = (begin * 64 + at * 8192 + (warp + block % parts) * 512) // 2
             fragment = arena[first : first + 256].reshape(8, 4, 4, 2)  # row, quarter, word, e
             # registers of two products of 16 values: words 2 j and 2 j + 1
             out[n, :, block] = fragment.reshape(8, 4, 2, 2, 2).transpose(0, 2, 3, 1, 4)
@@ -218,7 +219,11 @@ def test_launches_are_made_ready_once_and_told_their_addresses(monkeypatch):
     monkeypatch.setattr(products, "deal", lambda *asked: dealt_ways.append(asked) or right(*asked))
     arena = torch.zeros(64, dtype=torch.uint8)
     ours = products.ArenaProducts(
-        lowering, arena, torch.bfloat16, lambda kernel, name, _: Noted(kernel, name, launches)
+        lowering,
+        arena,
+        torch.bfloat16,
+        lambda kernel, name, _: Noted(kernel, name, launches),
+        torch.zeros(0),
     )
     stages = {s.name: s for s in layer_matrices(schedule) if takes(lowering, s)}
     _, at = group_tables(lowering, stages)

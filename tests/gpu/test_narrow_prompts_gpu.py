@@ -1,4 +1,4 @@
-"""Prompts of narrow weights on the GPU: matrices unpacked bit for bit, products with them, and what a prompt leaves."""
+"""Prompts of narrow weights on the GPU: values bit for bit, products with them, and what a prompt leaves."""
 
 import pytest
 import torch
@@ -52,27 +52,53 @@ def backend(request):
     backend.close()
 
 
-def test_every_value_is_the_checkpoint_s_rounded_once(backend):
+def test_every_value_that_is_unpacked_is_the_checkpoint_s_rounded_once(backend):
+    from kog_triton.backends.cuda.driver import Kernel
+    from kog_triton.backends.cuda.jit import compile_cubin
+    from kog_triton.backends.cuda.layout.unpack import render_unpack
     from kog_triton.backends.cuda.matrices import ArenaMatrices
+    from kog_triton.backends.cuda.unpacking import Unpacking
 
-    matrices = backend.library._pass.matrices
-    unpacked = ArenaMatrices(
-        backend.layout.lowering,
-        backend.memory.weights,
-        torch.bfloat16,
-        matrices._unpacking,
-    )
+    lowering, memory = backend.layout.lowering, backend.memory
+    stages = [lowering.schedule.stage(name) for name in STAGES]
+    kernels = {
+        kind: Kernel(
+            compile_cubin(render_unpack(kind, backend.spec.dtype), "unpack.cu", backend.gpu.arch),
+            "kog_unpack",
+            0,
+            backend.device,
+        )
+        for kind in {lowering.weights[name] for name in STAGES}
+    }
+    unpacking = Unpacking(lowering, memory.weights, memory.biases, kernels.__getitem__, stages)
+    unpacked = ArenaMatrices(lowering, memory.weights, torch.bfloat16, unpacking)
+    for layer in (1, 0):
+        for stage in stages:
+            want = dealt(backend.source, stage, layer).bfloat16().view(torch.int16)
+            got = unpacked.unpack(layer, stage.name).cpu().view(torch.int16)
+            assert torch.equal(got, want), (layer, stage.name)
+    for kernel in kernels.values():
+        kernel.close()
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 3072])
+def test_every_value_that_is_multiplied_is_the_checkpoint_s_rounded_once(backend, tokens):
+    """Tokens that are 1 in one place pick columns, which come out as they are: the first and the last ones, or all."""
+    matrices, schedule = backend.library._pass.matrices, backend.layout.lowering.schedule
     for layer in (1, 0):
         for name in STAGES:
-            stage = backend.layout.lowering.schedule.stage(name)
-            want = dealt(backend.source, stage, layer).bfloat16().view(torch.int16)
-            got = unpacked.unpack(layer, name).cpu().view(torch.int16)
-            assert torch.equal(got, want), (layer, name)
+            stage = schedule.stage(name)
+            want = dealt(backend.source, stage, layer).bfloat16().mT.cuda()
+            count = min(tokens, stage.cols)
+            for first in {0, stage.cols - count}:
+                x = torch.eye(stage.cols, device="cuda").bfloat16()[None, first : first + count]
+                got = matrices.product(layer, name, x, None)
+                assert torch.equal(got, want[:, first : first + count]), (layer, name, first)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 128, 512])
 def test_products_are_those_of_the_values_whichever_come_before(backend, tokens):
-    """The buffer has another stage's or layer's matrices before each: none may be read too early or overwritten."""
+    """No sum or token of another stage or layer may be read for its own."""
     matrices, schedule = backend.library._pass.matrices, backend.layout.lowering.schedule
     g = torch.Generator("cuda").manual_seed(tokens)
     x = {

@@ -47,7 +47,7 @@ LOADS = (
 )
 RELEASE = "    if (mine) ring.release(b);\n"
 UNPACKS = "int warp = thread / 32, lane = thread % 32;\n"
-STORES = "*reinterpret_cast<ThreadWords*>(to + step * kWarps * kFragmentBytes) = wide;\n"
+STORES = "*reinterpret_cast<ThreadWords*>(to + step * kWarps * kFragmentBytes) = wide_words("
 ONE_ARRIVES = "if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);\n"
 EDITS = {
     "memcheck": (
@@ -208,6 +208,7 @@ def unpack(fault: str) -> None:
                 0,
                 device,
             ),
+            layer_matrices(lowering.schedule),
         )
         sums = [
             int(unpacking.run(layer, stage.name).long().sum())

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from kog_triton.backends.cuda.layout import short_pass as lay
-from kog_triton.backends.cuda.layout.prompt import render_product
+from kog_triton.backends.cuda.layout.prompt import ARRANGE_THREADS, render_product
 from kog_triton.backends.cuda.products import group_tables
 from kog_triton.backends.cuda.prompt_texts import ALL
 from kog_triton.schedule.lowering import layer_matrices
@@ -28,18 +28,18 @@ MOST = 1_000_000
 PASS_ROUNDS = 3000  # that a pass waits for another rank
 
 
-def _compiled(source, header, call, entry, threads, shared):
+def _compiled(source, header, call, entry, threads, shared, include=INCLUDE):
     cu = ROOT / "backends/cuda" / source
     command = [
         "g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-Wno-attributes",
         f'-DPASS="{cu}"', f"-DCALL=kog::{call}", f"-DENTRY={entry}", f"-DTHREADS={threads}", f"-DSHARED={shared}",
-        f"-I{HERE}", f"-I{INCLUDE}",
+        f"-I{HERE}", f"-I{include}",
     ]  # fmt: skip
     used = [
         cu,
         HERE / "short_pass.cpp",
         *sorted(HERE.rglob("*.h")),
-        *sorted((INCLUDE / "kog").rglob("*.h")),
+        *sorted((include / "kog").rglob("*.h")),
     ]
     parts = [version_of("g++"), header.encode(), " ".join(command).encode()]
 
@@ -68,8 +68,8 @@ def between(entry, tokens, dtype):
 
 
 @cache
-def product(kernel, dtype):
-    """The kernel that leaves parts, with its product of a warpgroup by definition."""
+def product(kernel, dtype, entry="kog_product", include=INCLUDE):
+    """The kernel that leaves parts, with its product of a warpgroup by definition, or what arranges its tokens."""
     header = render_product(kernel, dtype, parts=True)
     header, count = re.subn(r"KOG_DEVICE void multiply\(.*?\n}", "", header, flags=re.S)
     assert count == 1
@@ -80,9 +80,10 @@ inline void multiply(float (&sums)[{kernel.tokens // 2}], u32 a, u32 b, u32 c, u
 }}
 }}
 """
-    return _compiled(
-        "prompt.cu", header, "Product", "kog_product", kernel.threads, kernel.shared_bytes
-    )
+    if entry == "kog_arrange":
+        return _compiled("prompt.cu", header, "Arrange", entry, ARRANGE_THREADS, 256)
+    call, threads, shared = "Product", kernel.threads, kernel.shared_bytes
+    return _compiled("prompt.cu", header, call, entry, threads, shared, include)
 
 
 def ready_of(dtype):

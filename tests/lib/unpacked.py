@@ -5,6 +5,7 @@ import subprocess
 
 from kog_triton.backends.cuda.layout.unpack import render_unpack
 from kog_triton.backends.cuda.unpacking import Unpacking
+from kog_triton.schedule.lowering import layer_matrices
 from tests.lib.compiled import made_once, version_of
 from tests.lib.cuda_walk import HERE, INCLUDE
 
@@ -42,5 +43,9 @@ def unpacking_of(lowering, memory, include=INCLUDE):
     """Of a narrow model in a CPU's memory."""
     dtype = lowering.schedule.spec.dtype
     return Unpacking(
-        lowering, memory.weights, memory.biases, lambda kind: HostUnpack(kind, dtype, include)
+        lowering,
+        memory.weights,
+        memory.biases,
+        lambda kind: HostUnpack(kind, dtype, include),
+        layer_matrices(lowering.schedule),
     )

@@ -1,14 +1,23 @@
 """Products of prompts: which kernel computes one, its header, and how its tiles are dealt to the GPU's blocks."""
 
 import ctypes
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 from kog_triton.backends.cuda.layout.batches import THREADS
+from kog_triton.backends.cuda.layout.header import render_weights
 from kog_triton.model.spec import DType
-from kog_triton.schedule.cuda import CudaLowering
+from kog_triton.schedule.cuda import WARPS, CudaLowering
+from kog_triton.schedule.cuda_weights import StreamWeights
+from kog_triton.schedule.lowering import layer_matrices
+from kog_triton.schedule.packing import PLACE_BYTES
 from kog_triton.schedule.schedule import Stage
+from kog_triton.schedule.topology import KB
 
 FRAG_K, FRAGMENT_ROWS, LEAST_PARTS = 32, 8, 4
+COPIED = 16  # bytes, of which a copy is a multiple, and where it begins
+MOST_SHARED = 227 * KB  # of a block of Hopper's
+WIDE = StreamWeights(None, FRAG_K)
 VALUES = 8  # of 16 bits that are loaded and stored at once
 ARRANGE_THREADS = 256
 
@@ -18,6 +27,7 @@ class ProductCall(ctypes.Structure):
 
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("arena", "groups", "x", "y", "partials", "arrived")),
+        ("row_scales", ctypes.c_void_p),
         *((n, ctypes.c_int) for n in ("tokens", "padded", "rows", "row_tiles", "token_tiles")),
         *((n, ctypes.c_int) for n in ("steps", "whole", "slab_shift", "ring_slot")),
         ("ring_slot_step", ctypes.c_int),
@@ -30,7 +40,8 @@ class ArrangeCall(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        *((n, ctypes.c_int) for n in ("tokens", "padded", "cols", "parts", "steps")),
+        *((n, ctypes.c_int) for n in ("tokens", "padded", "cols", "slab_shift", "steps")),
+        ("pack_shift", ctypes.c_int),
     )
 
 
@@ -40,9 +51,10 @@ class ProductKernel:
 
     tokens   of a tile
     groups   warpgroups that multiply, 64 rows each
-    blocks   K blocks of 32 values a stage of the ring
+    blocks   K blocks of 32 values that are multiplied at once
     step_us  of a tile's stage when all multiprocessors multiply, one H200
     join_us  what it adds that blocks share tiles, likewise
+    halves    of a stage of the ring, of `blocks` each
     """
 
     tokens: int
@@ -51,6 +63,12 @@ class ProductKernel:
     stages: int
     step_us: float
     join_us: float
+    halves: int = 1
+    weights: StreamWeights = WIDE
+
+    @property
+    def stage_blocks(self) -> int:
+        return self.blocks * self.halves
 
     @property
     def rows(self) -> int:
@@ -63,8 +81,24 @@ class ProductKernel:
     @property
     def shared_bytes(self) -> int:
         """Ring and barriers, tokens on their way out, a word, and what aligns them to 1,024 bytes."""
-        stage = (self.rows + self.tokens) * self.blocks * 64
-        return self.stages * (stage + 16) + self.groups * min(self.tokens, 64) * 128 + 16 + 1024
+        return self.stages * (self.stage_bytes + 16) + self.fixed_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """Weights with their scales, which end where a copy may, and tokens."""
+        weights, fragments = self.weights, self.stage_blocks // self.weights.pack
+        scales = -(-fragments * weights.record_bytes // COPIED) * COPIED
+        group = fragments * weights.warp_bytes + scales
+        return self.rows // FRAGMENT_ROWS * group + self.tokens * self.stage_blocks * 64
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.groups * self.stored * 128 + 16 + 1024
+
+    @property
+    def stored(self) -> int:
+        """Tokens of a warpgroup that are on their way out at once."""
+        return min(self.tokens, 64 // self.halves)
 
     @property
     def partial_bytes(self) -> int:
@@ -97,25 +131,55 @@ class Dealt:
     blocks: int
 
 
+@functools.cache
+def kernels_of(weights: StreamWeights) -> tuple[ProductKernel, ...]:
+    """`KERNELS` for a stage's weights. A stage of the ring is whole fragments of codes, and there are as many stages as
+    fit."""
+    if weights.format is None:
+        return KERNELS
+    return tuple(_narrow(kernel, weights) for kernel in KERNELS)
+
+
+def _narrow(kernel: ProductKernel, weights: StreamWeights) -> ProductKernel:
+    halves = max(1, weights.pack // kernel.blocks)
+    one = replace(kernel, halves=halves, weights=weights, step_us=kernel.step_us * halves)
+    return replace(one, stages=(MOST_SHARED - one.fixed_bytes) // (one.stage_bytes + 16))
+
+
 def takes(lowering: CudaLowering, stage: Stage) -> bool:
-    """Whether the kernels read this stage: fragments of 8 rows by 32 values, K in four parts or more."""
-    tiling = lowering.tilings[stage.name]
+    """Whether the kernels read this stage: fragments of 8 rows by 32 values, K in four parts or more, scales of a part
+    that copies bring."""
+    tiling, record = lowering.tilings[stage.name], lowering.weights[stage.name].record_bytes
     whole = stage.rows % VALUES == 0 and stage.cols % VALUES == 0
     cut = tiling.fragment_rows == FRAGMENT_ROWS and tiling.k_parts >= LEAST_PARTS
-    return whole and cut and lowering.frag_k == FRAG_K
+    copied = record % (COPIED // 2) == 0 or record == COPIED // LEAST_PARTS
+    return whole and cut and copied and lowering.frag_k == FRAG_K
 
 
-def deal(rows: int, padded_k: int, tokens: int, most: int) -> Dealt:
+def product_kernels(lowering: CudaLowering) -> tuple[ProductKernel, ...]:
+    """Of all kinds of a model's matrices that they read."""
+    stages = [s for s in layer_matrices(lowering.schedule) if takes(lowering, s)]
+    kinds = dict.fromkeys(lowering.weights[s.name] for s in stages)
+    return tuple(kernel for weights in kinds or {WIDE: None} for kernel in kernels_of(weights))
+
+
+def ring_slot_steps(lowering: CudaLowering) -> tuple[int, int]:
+    """Fragments a ring slot, and from one of a block's to its next, in PLACE_BYTES: a ProductCall's last fields."""
+    return lowering.fragments, lowering.num_blocks * (lowering.ring_slot_bytes // PLACE_BYTES)
+
+
+def deal(rows: int, padded_k: int, tokens: int, most: int, weights: StreamWeights = WIDE) -> Dealt:
     """The fastest way by the figures above on a GPU of `most` multiprocessors; a function of its arguments alone, so
     that equal prompts get equal bits."""
-    fits = [k for k in KERNELS if k.tokens >= tokens][:1] if tokens <= 128 else []
-    ways = [way for k in fits or KERNELS[-2:] for way in _ways(k, rows, padded_k, tokens, most)]
+    kernels = kernels_of(weights)
+    fits = [k for k in kernels if k.tokens >= tokens][:1] if tokens <= 128 else []
+    ways = [way for k in fits or kernels[-2:] for way in _ways(k, rows, padded_k, tokens, most)]
     return min(ways, key=lambda way: _us(way, most))
 
 
 def _ways(kernel: ProductKernel, rows: int, padded_k: int, tokens: int, most: int) -> list[Dealt]:
     row_tiles, token_tiles = -(-rows // kernel.rows), -(-tokens // kernel.tokens)
-    tiles, steps = row_tiles * token_tiles, padded_k // (32 * kernel.blocks)
+    tiles, steps = row_tiles * token_tiles, padded_k // (FRAG_K * kernel.stage_blocks)
     rounds = tiles // most * most
     blocks = min(most, tiles)
     ways = [Dealt(kernel, row_tiles, token_tiles, steps, tiles, blocks)]
@@ -132,23 +196,25 @@ def _us(way: Dealt, most: int) -> float:
     return rounds * way.steps * way.kernel.step_us + shared
 
 
-def render_product(
-    kernel: ProductKernel, dtype: DType, unpacked: bool = False, parts: bool = False
-) -> str:
+def render_product(kernel: ProductKernel, dtype: DType, parts: bool = False) -> str:
     """The header of prompt.cu.
 
-    unpacked  a launch before writes the weights (unpack.cu)
-    parts     the sums of each part of a tile stay where they are, for what comes next to add (short_pass.h)
+    parts  the sums of each part of a tile stay where they are, for what comes next to add (short_pass.h)
     """
     numbers = {
+        "kUnit": PLACE_BYTES,
         "kTokens": kernel.tokens,
         "kGroups": kernel.groups,
         "kBlocks": kernel.blocks,
+        "kHalves": kernel.halves,
         "kStages": kernel.stages,
+        "kStored": kernel.stored,
         "kSharedBytes": kernel.shared_bytes,
         "kProductBytes": ctypes.sizeof(ProductCall),
         "kArrangeBytes": ctypes.sizeof(ArrangeCall),
         "kArrangeThreads": ARRANGE_THREADS,
+        "kFragK": FRAG_K,
+        "kWarps": WARPS,
     }
     f16 = dtype is DType.F16
     return "\n".join(
@@ -157,8 +223,9 @@ def render_product(
             "#include <kog/ptx.h>",
             "namespace kog {",
             *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-            f"constexpr bool kF16 = {str(f16).lower()}, kUnpacked = {str(unpacked).lower()};",
-            f"constexpr bool kParts = {str(parts).lower()};",
+            f"constexpr bool kF16 = {str(f16).lower()}, kParts = {str(parts).lower()};",
+            f"constexpr bool kRowScales = {str(kernel.weights.row_scales).lower()};",
+            *render_weights({"Weights": kernel.weights}),
             _multiply(kernel.tokens, "f16" if f16 else "bf16"),
             "}  // namespace kog",
             "",

@@ -1,9 +1,11 @@
 """Narrow weights in 16 bits, ahead of the products of prompts: the kernel's argument, header and buffer (unpack.cu)."""
 
 import ctypes
+from collections.abc import Sequence
 
 from kog_triton.backends.cuda.layout.batches import THREADS
 from kog_triton.backends.cuda.layout.header import render_weights
+from kog_triton.backends.cuda.layout.prompt import takes
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import MMA_ROWS, WARPS, CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
@@ -47,9 +49,13 @@ def wide_fragments(lo: CudaLowering, stage: Stage) -> int:
     return lo.schedule.num_shards * lo.num_units(stage) * lo.steps(stage)
 
 
-def unpacked_bytes(lo: CudaLowering) -> int:
-    """Of the buffer for one stage of a layer, the largest; 0 for a model of 16-bit weights."""
+def unpacked_stages(lo: CudaLowering) -> tuple[Stage, ...]:
+    """A narrow model's stages that the products' kernels do not read (layout/prompt.py)."""
     if not lo.schedule.spec.narrow:
-        return 0
-    most = max(wide_fragments(lo, stage) for stage in layer_matrices(lo.schedule))
-    return most * wide_fragment_bytes(lo)
+        return ()
+    return tuple(s for s in layer_matrices(lo.schedule) if not takes(lo, s))
+
+
+def unpacked_bytes(lo: CudaLowering, stages: Sequence[Stage]) -> int:
+    """Of the buffer for one stage of a layer, the largest of these."""
+    return max((wide_fragments(lo, stage) for stage in stages), default=0) * wide_fragment_bytes(lo)

@@ -16,6 +16,13 @@ KOG_DEVICE void bulk_copy(u32 to, const void* from, int bytes, u32 barrier) {
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// 16 bytes by each thread, and its word at the barrier once they are there.
+KOG_DEVICE void copy_16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+KOG_DEVICE void arrive_behind_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // What comes before on the stream has ended; what comes behind may start.
 KOG_DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 KOG_DEVICE void start_launch_behind() {

@@ -8,17 +8,18 @@ namespace kog {
 
 struct Product {  // the kernel's argument (products.py)
   const u8* arena;
-  const int4* groups;  // of 8 rows: first slab, fragment, byte in the slab (schedule/packing.py)
+  const int4* groups;  // of 8 rows: where their run begins, their unit's first slab in it, their first warp (products.py)
   const u8* x;         // arranged
   u16* y;
   float4* partials;           // in a pass of short prompts [part][kTokens][rows of a tile] (short_pass.h)
   int* arrived;               // of each tile that several blocks share; zero before and after
+  const float* row_scales;    // of the matrix' rows, if they have one scale each
   int tokens, padded, rows;   // `padded` tokens of x; rows of the matrix
   int row_tiles, token_tiles;
   int steps;                  // K steps of a tile
   int whole;                  // tiles that one block computes
-  int slab_shift;             // log2 of K blocks a slab, which is a fragment of all 16 warps
-  int ring_slot, ring_slot_step;  // slabs a ring slot, and from one to the next of a block's stream
+  int slab_shift;             // log2 of parts of K, of which a slab, a fragment of all 16 warps, has one fragment each
+  int ring_slot, ring_slot_step;  // slabs a ring slot; from one to the next of a block's stream, in kUnit bytes
 };
 
 struct Segment {

@@ -5,6 +5,7 @@
 #include <kog/ptx.h>
 
 #include <cstdlib>
+#include <cstring>
 
 struct int2 {
   int x, y;
@@ -44,6 +45,8 @@ inline bool elected() { return host::thread() == 0; }
 inline void bulk_copy(u32 to, const void* from, int bytes, u32 barrier) {
   bulk_load(host::at_shared(to), from, static_cast<u32>(bytes), reinterpret_cast<u64*>(host::at_shared(barrier)), 0);
 }
+inline void copy_16(u32 to, const void* from) { std::memcpy(host::at_shared(to), from, 16); }
+inline void arrive_behind_copies(u32 barrier) { barrier_arrive(reinterpret_cast<u64*>(host::at_shared(barrier))); }
 inline void wait_for_launch_before() {}
 inline void start_launch_behind() {}
 // All ranks' kernels run here one after another: who waits for what nobody has sent waits until its time is up.
