@@ -279,7 +279,7 @@ class FiberBackend(CudaBackend):
         return [torch.device("cpu")] * self.num_devices, GPUS["h200"]
 
     def _compile(self, source, layout):
-        compile_walk(layout, FLAGS[source])
+        """A kernel that is launched is compiled then: many tests launch one of those that a backend has."""
 
     def _compile_products(self):
         """Its kernels are Hopper's own: what they read is unpacked instead."""
