@@ -6,7 +6,8 @@
     python tests/faults.py --draw 7 40  forty others, drawn at random by seed 7 (planted/draw.py): the share caught
 
 A gate that nobody has seen red is not known to work. Faults are planted in copies of the tree, one
-at a time; first every test file that they name must be green in a copy without a fault. Exit code 0
+at a time; first every test file that they name must be green in a copy without a fault. With --quick, beside which
+.ci/run runs all tests, only those that went red must be, when the faults are out again. Exit code 0
 if all are caught, 1 if not, 2 if the command line is wrong.
 """
 
@@ -90,9 +91,9 @@ def red(file: Path, changed: str, tests: Sequence[str], tree: Path) -> bool:
         file.write_text(source)
 
 
-def green(tests: Sequence[str], tree: Path, collected: bool = True) -> bool:
+def green(tests: Sequence[str], tree: Path, *options: str, collected: bool = True) -> bool:
     """Whether test files pass in a copy of the tree. A run that hangs is red."""
-    argv = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+    argv = [sys.executable, "-m", "pytest", "-qx", *options]
     # Bytecode is off: a fault and its repair may fall into the same second.
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
     env |= {"OMP_NUM_THREADS": "1"}
@@ -144,9 +145,8 @@ def main(argv: list[str]) -> int:
         count = (ROOT / place(fault)).read_text().count(fault.before)
         if count != 1:
             sys.exit(f"{fault.path} has {count} places for {fault.what!r}: plant it anew")
-    caught = tried(
-        [(fault.what, (fault.tests,), partial(plant, fault)) for fault in faults], WORKERS
-    )
+    cases = [(fault.what, (fault.tests,), partial(plant, fault)) for fault in faults]
+    caught = tried(cases, WORKERS, "--quick" in argv)
     print(f"{caught} of {len(faults)} faults caught")
     return caught < len(faults)
 
@@ -193,8 +193,9 @@ Case = tuple[
 ]  # its sentence, its tests, how it is tried in a tree
 
 
-def tried(cases: Sequence[Case], workers: int) -> int:
+def tried(cases: Sequence[Case], workers: int, quick: bool = False) -> int:
     """How many turned their tests red, each printed as it ends. All tests must be green without a fault."""
+    red_without = "the tests are red without a fault"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         trees: queue.Queue[Path] = queue.Queue()
         for i in range(workers):
@@ -205,8 +206,8 @@ def tried(cases: Sequence[Case], workers: int) -> int:
         tests = sorted({one for _, files, _ in cases for one in files})
         shares = [share for i in range(workers) if (share := tests[i::workers])]
         folders = [Path(folder) / f"tree{i}" for i in range(len(shares))]
-        if not all(pool.map(green, shares, folders)):
-            sys.exit("the tests are red without a fault")
+        if not quick and not all(pool.map(green, shares, folders)):
+            sys.exit(red_without)
 
         def run(case: Case) -> bool:
             what, _, try_it = case
@@ -216,7 +217,11 @@ def tried(cases: Sequence[Case], workers: int) -> int:
             print(f"{'caught' if noticed else 'MISSED':8}{what}", flush=True)
             return noticed
 
-        return sum(pool.map(run, cases))
+        caught = sum(pool.map(run, cases))
+        again = partial(green, tests)
+        if quick and not all(pool.map(again, folders, ["--last-failed"] * workers)):
+            sys.exit(red_without)
+        return caught
 
 
 if __name__ == "__main__":

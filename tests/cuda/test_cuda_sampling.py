@@ -70,7 +70,8 @@ def backend_of(model, seed=0, include=INCLUDE, slots=1):
     options = BackendOptions(max_context=48, num_slots=slots)
     spec = spec_of(dtype=DType.F16, **(SMALL | changes))
     backend = FiberBackend(weights(spec), options, blocks, seed)
-    backend.kernel.library = compile_walk(backend.layout, include=include)
+    if include is not INCLUDE:  # planted, for a few tokens
+        backend.kernel.library = compile_walk(backend.layout, ("-O0",), include)
     return backend
 
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ import numpy as np
 import triton.language as tl
 from greenlet import getcurrent, greenlet
 from triton._C.libtriton import ir
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from kog_triton.backends.triton.kernel.words import CLOCK_EVERY
@@ -295,6 +297,7 @@ def _init_block_type(self: Any, element: Any, shape: Any) -> None:
     known = _block_types.get((element.name, sizes))
     if known is None or known["element_ty"] is not element:
         _make_block_type(self, element, shape)
+        self.sizes = _sizes(*sizes)
         _block_types[element.name, sizes] = vars(self).copy()
     else:
         vars(self).update(known)
@@ -310,6 +313,51 @@ def _tuple_type(values: Any, fields: Any = None) -> Any:
     if fields is None and all(type(size) is int for size in sizes):
         return _type_of_shape(sizes)
     return _type_of_tuple(values, fields)
+
+
+@functools.cache
+def _sizes(*shape: int) -> tuple[Any, Any]:
+    return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = type.sizes if type.is_block() else _sizes()
+
+
+_check_types = TritonSemantic.binary_op_type_checking_impl
+_constants: dict[Any, Any] = {}
+
+
+def _binary_operands(self: Any, lhs: Any, rhs: Any, *rest: Any, **how: Any) -> Any:
+    """A number beside a tensor becomes the same constant each time; two tensors of a type are what they are."""
+    if type(lhs) is tl.tensor:
+        if type(rhs) is tl.tensor:
+            alike = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+            division = how or len(rest) == 4
+            if alike and not division and not lhs.dtype.is_ptr():
+                return lhs, rhs
+        elif type(rhs) in (int, float):
+            key = (lhs.dtype.name, id(lhs.shape), type(rhs), rhs, rest, *how.items())
+            if key in _constants:
+                return lhs, _constants[key][0]
+            mine, constant = _check_types(self, lhs, rhs, *rest, **how)
+            if mine is lhs:
+                _constants[key] = constant, lhs.shape  # whose id is then nobody else's
+            return mine, constant
+    return _check_types(self, lhs, rhs, *rest, **how)
+
+
+def _patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As Triton's own, without the two functions around each."""
+    semantic = interpreter.interpreter_semantic
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
 
 
 @contextlib.contextmanager
@@ -331,6 +379,9 @@ def concurrent(
         (interpreter, "_get_np_dtype"): _numpy_type,
         (tl.core, "_type_for_tuple_values"): _tuple_type,
         (tl.block_type, "__init__"): _init_block_type,
+        (tl.tensor, "__init__"): _init_tensor,
+        (TritonSemantic, "binary_op_type_checking_impl"): _binary_operands,
+        (interpreter, "_patch_attr"): _patch_builtin,
     }
     # Overflow checks, on by default, triple the work of integer arithmetic.
     builder = interpreter.interpreter_builder

@@ -56,7 +56,7 @@ class Verdict:
 
 def thread_flags(flags: tuple[str, ...], judge: tuple[str, ...]) -> tuple[str, ...]:
     """What a kernel whose blocks are threads is compiled with."""
-    return (*flags, "-g", "-pthread", "-DKOG_THREADS", *judge)
+    return (*flags, "-g1", "-pthread", "-DKOG_THREADS", *judge)
 
 
 class ThreadWalk(Walk):

@@ -40,7 +40,7 @@ POLL_S = 2e-3  # how often the host looks for tokens
 GREEDY = SamplingParams(temperature=0)
 FLAGS = {
     "decode.cu": ("-O1",),
-    "stage.cu": ("-O1", "-DSTAGE"),
+    "stage.cu": ("-O0", "-DSTAGE"),  # of what is launched a few times
     "columns.cu": ("-O1", "-DCOLUMNS"),
     "head_steps.cu": ("-O1", "-DHEAD_STEPS"),
     "head_step.cu": ("-O1", "-DHEAD_STEP"),
@@ -279,7 +279,7 @@ class FiberBackend(CudaBackend):
         return [torch.device("cpu")] * self.num_devices, GPUS["h200"]
 
     def _compile(self, source, layout):
-        compile_walk(layout, FLAGS[source])
+        """A kernel that is launched is compiled then: many tests launch one of those that a backend has."""
 
     def _compile_products(self):
         """Its kernels are Hopper's own: what they read is unpacked instead."""

@@ -112,7 +112,10 @@ def check_polls(report: CompileReport, asked: int = 1) -> None:
     assert min(size for size in sizes if size > 1) >= report.num_threads
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# sm_86 and sm_89 go through sm_80's passes to its PTX, for another number.
+@pytest.mark.parametrize(
+    "target", some_always(TARGETS, *(t for t in TARGETS if t not in ("sm_86", "sm_89")))
+)
 def test_a_tiny_model_compiles_for_every_target(target, reports_of, compiler):
     (report,) = reports_of(target, "tiny")
     assert report.num_threads == (128 if target.startswith("gfx11") else 256)
