@@ -28,7 +28,7 @@ from kog_triton.backends.cuda.layout.protocol import TENSORS, StageCall
 from kog_triton.backends.cuda.layout.unpack import unpacked_bytes, unpacked_stages
 from kog_triton.backends.cuda.memory import HALF, Memory, plan_of, stamp_tensors
 from kog_triton.backends.cuda.placing import Placing
-from kog_triton.backends.cuda.prompt_options import narrow_prompts_of_ranks, prompts_of
+from kog_triton.backends.cuda.prompt_options import prompts_of
 from kog_triton.backends.cuda.prompts_beside import PromptsBeside
 from kog_triton.backends.cuda.rank_clocks import open_clocks, read_clocks
 from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
@@ -118,8 +118,6 @@ class CudaBackend(PromptsBeside):
             raise DeviceError(
                 f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
             )
-        if weights.spec.narrow and options.num_gpus > 1:
-            options = narrow_prompts_of_ranks(options)
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends.cuda.driver import Kernel
-from kog_triton.backends.cuda.layout.header import bias_places
+from kog_triton.backends.cuda.layout.header import row_scales_at
 from kog_triton.backends.cuda.layout.prompt import (
     ARRANGE_THREADS,
     ArrangeCall,
@@ -53,6 +53,7 @@ class ArenaProducts:
     load       makes a function of a kernel ready: the kernel, the function's name, its shared memory
     unpacking  of narrow stages that the kernels do not read
     biases     the decode kernel's, with the scales of rows (memory.py)
+    rank       whose arena it is
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class ArenaProducts:
         load: Callable[[ProductKernel, str, int], Kernel],
         biases: Tensor,
         unpacking: Unpacking | None = None,
+        rank: int = 0,
     ) -> None:
-        self._lowering, self._weights, self._biases = lowering, arena, biases
+        self._lowering, self._weights = lowering, arena
         self._unpacked = ArenaMatrices(lowering, arena, dtype, unpacking)
         self._most = torch.cuda.get_device_properties(arena.device).multi_processor_count
         kernels = product_kernels(lowering)
@@ -74,7 +76,10 @@ class ArenaProducts:
         self._arrange = load(kernels[0], "kog_arrange", 0)
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule) if takes(lowering, s)}
         table, at = group_tables(lowering, self._stages)
-        self._bias_places, self._bias_rows = bias_places(lowering)
+        self._row_scales = {
+            (name, layer): biases.data_ptr() + row_scales_at(lowering, name, layer, rank)
+            for name, layer in at
+        }
         self._table = torch.from_numpy(table).to(arena.device)
         begin, row = self._table.data_ptr(), self._table.stride(0) * self._table.element_size()
         self._groups = {where: [begin + row * n for n in rows] for where, rows in at.items()}
@@ -95,8 +100,7 @@ class ArenaProducts:
         arrange.out = multiply.x = arranged.data_ptr()
         arrange.x, multiply.y = x.data_ptr(), y.data_ptr()
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        row_scales = layer * self._bias_rows + self._bias_places[stage][1]
-        multiply.row_scales = self._biases.data_ptr() + 4 * row_scales
+        multiply.row_scales = self._row_scales[stage, layer]
         for groups in self._groups[stage, layer]:
             multiply.groups = groups
             way.arrange(stream)

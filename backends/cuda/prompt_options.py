@@ -1,10 +1,10 @@
-"""What `--prefill` can mean on a GPU, and on several: what they cannot run is refused by name."""
+"""What `--prefill` can mean on a GPU: what it cannot run is refused by name."""
 
 from dataclasses import replace
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.toolchain import HOPPER
-from kog_triton.errors import DeviceError, ModelError
+from kog_triton.errors import DeviceError
 from kog_triton.schedule.topology import Gpu
 
 
@@ -18,12 +18,3 @@ def prompts_of(gpu: Gpu, options: BackendOptions) -> BackendOptions:
             f"the products of prompts are for Hopper GPUs, and {gpu.name} is {gpu.arch}: choose --prefill kernel"
         )
     return replace(options, prefill="kernel")
-
-
-def narrow_prompts_of_ranks(options: BackendOptions) -> BackendOptions:
-    """The options with the prompts of narrow weights on several GPUs. ModelError where the library is asked for."""
-    if options.prefill == "library":
-        raise ModelError(
-            "prompts of narrow weights on several GPUs run in the kernel: choose --prefill kernel"
-        )
-    return replace(options, prefill="kernel") if options.prefill == "auto" else options

@@ -99,9 +99,9 @@ class PromptsBeside:
             RankTensors(
                 memory.embed[:, : self.spec.hidden_size],
                 memory.rope,
-                self._open_matrices(lowering, memory),
+                self._open_matrices(lowering, memory, rank),
             )
-            for memory in self.ranks.each
+            for rank, memory in enumerate(self.ranks.each)
         ]
         short = self._passes_short(lowering)
         if self.num_devices > 1:
@@ -200,7 +200,7 @@ class PromptsBeside:
     def _short_kernels(self, device: torch.device) -> Ready:
         return PassKernels(self.spec.dtype, self.gpu.arch, device, self._kernels.append)
 
-    def _open_matrices(self, lowering: CudaLowering, memory: Memory) -> Matrices:
+    def _open_matrices(self, lowering: CudaLowering, memory: Memory, rank: int) -> Matrices:
         texts, device = product_texts(self.layout.lowering), memory.weights.device
 
         def load(kernel: ProductKernel | StreamWeights, entry: str, shared: int) -> Kernel:
@@ -220,7 +220,14 @@ class PromptsBeside:
                     memory.biases,
                     lambda kind: load(kind, "kog_unpack", 0),
                     stages,
+                    rank,
                 )
             return ArenaProducts(
-                lowering, memory.weights, memory.embed.dtype, load, memory.biases, unpacking
+                lowering,
+                memory.weights,
+                memory.embed.dtype,
+                load,
+                memory.biases,
+                unpacking,
+                rank,
             )

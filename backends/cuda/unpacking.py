@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kog_triton.backends.cuda.layout.header import bias_places
+from kog_triton.backends.cuda.layout.header import row_scales_at
 from kog_triton.backends.cuda.layout.unpack import (
     UnpackCall,
     unpacked_bytes,
@@ -38,6 +38,7 @@ class Unpacking:
     biases  the kernel's, with the scales of rows (memory.py)
     load    makes the kernel of weights that lie so ready
     stages  which ones
+    rank    whose arena it is
     """
 
     def __init__(
@@ -47,16 +48,16 @@ class Unpacking:
         biases: Tensor,
         load: Callable[[StreamWeights], Queues],
         stages: Sequence[Stage],
+        rank: int = 0,
     ) -> None:
-        self._lowering, self._biases = lowering, biases
+        self._lowering, self._biases, self._rank = lowering, biases, rank
         self.buffer = torch.empty(
             unpacked_bytes(lowering, stages), dtype=torch.uint8, device=arena.device
         )
         first, tables, at = first_ring_slots(lowering), [], 0
         begins: dict[tuple[str, int], int] = {}
-        places, self._bias_rows = bias_places(lowering)
         kernels: dict[StreamWeights, Queues] = {}
-        self._stages: dict[str, tuple[UnpackCall, Callable[[int], None], int]] = {}
+        self._stages: dict[str, tuple[UnpackCall, Callable[[int], None]]] = {}
         for stage in stages:
             weights = lowering.weights[stage.name]
             if weights not in kernels:
@@ -77,15 +78,16 @@ class Unpacking:
             )
             blocks = wide_fragments(lowering, stage) // weights.pack
             queue = kernels[weights].queued(blocks, WARPS * 32, call)
-            self._stages[stage.name] = call, queue, places[stage.name][1]
+            self._stages[stage.name] = call, queue
         self._fragments = torch.from_numpy(np.concatenate(tables)).to(arena.device)
         self._begins = {where: self._fragments[at:].data_ptr() for where, at in begins.items()}
 
     def queue(self, layer: int, stage: str, stream: int) -> None:
         """Put the matrices of a stage into `buffer`, behind what the stream still does."""
-        call, launch, row_scales = self._stages[stage]
+        call, launch = self._stages[stage]
         call.fragments = self._begins[stage, layer]
-        call.row_scales = self._biases.data_ptr() + 4 * (layer * self._bias_rows + row_scales)
+        row_scales = row_scales_at(self._lowering, stage, layer, self._rank)
+        call.row_scales = self._biases.data_ptr() + row_scales
         launch(stream)
 
     def run(self, layer: int, stage: str) -> Tensor:

@@ -5,6 +5,8 @@ By definition those of the kernel's own prompt, but for rounding; and whatever h
 for bit what it says and leaves alone. The pass alone: tests/host/test_rank_prefill.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,21 +15,21 @@ from kog_triton.backends.cuda.memory import HALF
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.prefill.ranks import RankPrefill
 from kog_triton.backends.prefill.slices import PromptRun
-from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
-from kog_triton.errors import ModelError
-from kog_triton.model.shapes import with_format
 from kog_triton.model.spec import Head
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import error_of, prompt_of, request, run, serve, timeless
 from tests.lib.cuda_walk import FiberBackend
-from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.lowering_cases import ArrayWeights, mixed_lanes
+from tests.lib.narrow_stages import LARGE
+from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 from tests.lib.ring_walker import f16_spec
 
 TWO = f16_spec(vocab_size=100)
 TOLD = SamplingParams(temperature=0, logprobs=3)
 CHUNK = 7
+NARROW = LARGE | {"intermediate_size": 1024, "vocab_size": 100}
 SHORT, LONG = (5, 6), tuple(n % 100 for n in prompt_of(23))
 
 
@@ -168,9 +170,14 @@ def test_what_the_library_holds_on_all_ranks_is_counted():
     assert (ours["weights"], ours["kv_cache"]) == (own["weights"], own["kv_cache"])
 
 
-def test_narrow_weights_on_several_gpus_are_refused():
-    """Their prompts run in the kernel: nobody has unpacked a rank's."""
-    weights = NarrowRandomWeights(with_format(TWO, FORMATS["int8-channel"]))
-    asked = BackendOptions(num_gpus=2, prefill="library")
-    with pytest.raises(ModelError, match="prompts of narrow weights on several GPUs run in the k"):
-        FiberBackend(weights, asked, 2)
+@pytest.mark.parametrize("how", ["int8-channel", "int4-g128"])
+def test_a_prompt_of_narrow_weights_leaves_what_that_of_their_values_leaves(how):
+    """On every rank, whose rows have scales of their own."""
+    narrow = NarrowWeights(spec := narrow_spec(FORMATS[how], **NARROW), ArrayWeights(spec))
+    left = []
+    for weights in (narrow, SimpleNamespace(spec=spec.replace(narrow=()), load=narrow.load)):
+        backend = FiberBackend(weights, BackendOptions(num_gpus=2, prefill="library"), 3)
+        backend.library.chunk = CHUNK
+        assert run(backend, request(0, LONG, 2))
+        left.append(caches(backend, 0, len(LONG)))
+    assert equal(*left) and all(cache.abs().sum() > 0 for cache in left[0])

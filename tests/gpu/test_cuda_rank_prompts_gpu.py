@@ -19,14 +19,18 @@ from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.prefill.ranks import RANK_BUCKETS, RankPrefill
 from kog_triton.backends.prefill.slices import PromptRun
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType, Head
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import error_of, request, run, serve, timeless
 from tests.lib.gpu_ranks import SharedBackend
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.machine_code import spec_named
+from tests.lib.narrow_stages import LARGE
+from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +39,7 @@ COUNT, CHUNK = 6, 128
 # Most that keys and values of the library and of the kernel are apart, over their own norm, and log-probabilities of
 # first tokens. Rounding alone, in bfloat16 and in float32 on a CPU, takes 1B's 0.3 to 0.9 apart
 # (benchmarks/cuda-log.md#rank-passes); other streams or weights, units.
+NARROW = LARGE | {"intermediate_size": 1024, "max_context": 2048}
 SPECS = {
     "biases, norms, windows": (
         spec_of(
@@ -45,6 +50,8 @@ SPECS = {
     ),
     "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=2048), 0.004, 0.3),
     "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=2048), 0.004, 0.3),
+    "int8 channels": (narrow_spec(FORMATS["int8-channel"], **NARROW), 0.03, 0.3),
+    "int4 g128": (narrow_spec(FORMATS["int4-g128"], **NARROW), 0.03, 0.3),
     "laneformer-2b": (spec_named("laneformer-2b"), 0.02, 0.3),
     "llama-3.2-1b": (spec_named("llama-3.2-1b"), 0.1, 2.0),
 }  # fmt: skip
@@ -64,7 +71,8 @@ def kind(request):
 
 def opened(kind, spec, prefill="library", num_slots=1):
     asked = BackendOptions(num_slots, 2048, num_gpus=2, device="nvidia", prefill=prefill)
-    return kind(RandomWeights(spec, device="cuda"), asked)
+    made = NarrowRandomWeights if spec.narrow else RandomWeights
+    return kind(made(spec, device="cuda"), asked)
 
 
 def prompt_of(spec, count):

@@ -284,10 +284,10 @@ class FiberBackend(CudaBackend):
     def _compile_products(self):
         """Its kernels are Hopper's own: what they read is unpacked instead."""
 
-    def _open_matrices(self, lowering, memory):
+    def _open_matrices(self, lowering, memory, rank):
         from tests.lib.unpacked import unpacking_of  # which takes its folders from here
 
-        unpacking = unpacking_of(lowering, memory) if self.spec.narrow else None
+        unpacking = unpacking_of(lowering, memory, rank=rank) if self.spec.narrow else None
         return ArenaMatrices(lowering, memory.weights, memory.embed.dtype, unpacking)
 
     def _read_clocks(self):

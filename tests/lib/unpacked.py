@@ -39,7 +39,7 @@ class HostUnpack:
         return lambda stream: self._run(ctypes.byref(argument), blocks, threads)
 
 
-def unpacking_of(lowering, memory, include=INCLUDE):
+def unpacking_of(lowering, memory, include=INCLUDE, rank=0):
     """Of a narrow model in a CPU's memory."""
     dtype = lowering.schedule.spec.dtype
     return Unpacking(
@@ -48,4 +48,5 @@ def unpacking_of(lowering, memory, include=INCLUDE):
         memory.biases,
         lambda kind: HostUnpack(kind, dtype, include),
         layer_matrices(lowering.schedule),
+        rank,
     )

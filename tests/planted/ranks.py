@@ -180,10 +180,17 @@ FAULTS = (
     ),
     Fault(
         "backends/cuda/prompts_beside.py",
-        "self._open_matrices(lowering, memory),",
-        "self._open_matrices(lowering, self.memory),",
+        "self._open_matrices(lowering, memory, rank),",
+        "self._open_matrices(lowering, self.memory, rank),",
         "cuda/test_cuda_rank_prompts.py",
         "all ranks' passes multiply with the first one's weights",
+    ),
+    Fault(
+        "backends/cuda/layout/header.py",
+        "own = rank * lo.schedule.shards_per_rank * lo.schedule.stage(stage).rows",
+        "own = 0",
+        "cuda/test_cuda_rank_prompts.py",
+        "all ranks' prompts scale rows by the first one's scales",
     ),
     Fault(
         "backends/prefill/slices.py",

@@ -223,6 +223,13 @@ def bias_places(lo: CudaLowering) -> tuple[dict[str, tuple[int, int]], int]:
     return places, at
 
 
+def row_scales_at(lo: CudaLowering, stage: str, layer: int, rank: int) -> int:
+    """Where the scales of rows of a rank's shards begin in `biases`, in bytes."""
+    places, rows = bias_places(lo)
+    own = rank * lo.schedule.shards_per_rank * lo.schedule.stage(stage).rows
+    return 4 * (layer * rows + places[stage][1] + own)
+
+
 def render_weights(kinds: Mapping[str, StreamWeights]) -> list[str]:
     """A struct each, by its name: how a stage's weights lie in the stream (include/kog/narrow.h)."""
     return [

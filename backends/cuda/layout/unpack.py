@@ -45,8 +45,8 @@ def wide_fragment_bytes(lo: CudaLowering) -> int:
 
 
 def wide_fragments(lo: CudaLowering, stage: Stage) -> int:
-    """Those of a stage's matrices, of all shards."""
-    return lo.schedule.num_shards * lo.num_units(stage) * lo.steps(stage)
+    """Those of a stage's matrices, of a rank's shards."""
+    return lo.schedule.shards_per_rank * lo.num_units(stage) * lo.steps(stage)
 
 
 def unpacked_stages(lo: CudaLowering) -> tuple[Stage, ...]:
