@@ -121,7 +121,7 @@ PLANTED = {
     "low parts are left out": ("mma/products.h", "v[i] += shuffle_xor(v[i], 1);", ""),
     "rows and eights of K of another order": (
         "ring.h",
-        "b.in_warp % kRows * (32 / kRows) + b.in_warp / kRows",
+        "b.in_warp % kRows * (kWarpThreads / kRows) + b.in_warp / kRows",
         "b.in_warp",
     ),
     "the stream goes on where the last step ended": (

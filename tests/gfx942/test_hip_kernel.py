@@ -102,7 +102,7 @@ def test_logits_of_every_position(case):
 
 # ---- seen red ----
 
-LISTS = "kLists = (kAllBlocks + 32 * kWarps - 1) / (32 * kWarps);"
+LISTS = "kLists = (kAllBlocks + kConsumers - 1) / kConsumers;"
 LISTS_OF_TWO = "kLists = kAllBlocks / 2;"
 
 PLANTED = {
