@@ -26,12 +26,11 @@ import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
-from tests.lib.gfx942 import hip_column_requests, hip_requests
+from tests.lib.gfx942 import hip_column_requests, hip_ranks, hip_requests
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import HipWalk
-from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.litmus import MAPS, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
@@ -220,7 +219,6 @@ ARGUED_OF = {
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
 OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
 WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
-RANKS = plain(2)
 LIMIT = 6  # times the instructions that a request takes: then a run has no end
 CALM = {"memory": Memory(adversarial=True)}
 
@@ -240,7 +238,7 @@ def walk(case: str) -> HipWalk | HipColumns:
     if case in COLUMNS:
         return hip_column_requests.columns(COLUMNS[case])
     if case == "ranks":
-        return _ranks_walk()
+        return hip_ranks.walk("llama")
     if case == "wide":
         return _wide_walk()
     if case == "many":
@@ -260,17 +258,12 @@ def _many_walk() -> HipWalk:
     return HipWalk(MANY, ArrayWeights(MANY), MANY_BLOCKS)
 
 
-@cache
-def _ranks_walk() -> HipRankWalk:
-    return HipRankWalk(RANKS, ArrayWeights(RANKS), 2, 4)
-
-
 def _spec(case: str) -> ModelSpec:
     if case in COLUMNS:
         return hip_column_requests.spec_of(COLUMNS[case])
     own = {
         "split": hip_requests.SPLIT,
-        "ranks": RANKS,
+        "ranks": hip_ranks.SPECS["llama"],
         "wide": WIDE,
         "many": MANY,
         "heads": hip_requests.HEADS,
