@@ -32,12 +32,10 @@ from tests.lib.gfx942.hip_kernel import INCLUDES
 from tests.lib.gfx942.hip_requests import CONDITIONS, MOST_STEPS
 from tests.lib.gfx942.requests import ASKED
 from tests.lib.real_shapes import real_shape
+from tests.lib.slow import some_always
 
 # A compilation takes half a minute: the others' with the slow tests.
-ALWAYS = [
-    case if case in ("llama", "qwen3", "windows") else pytest.param(case, marks=pytest.mark.slow)
-    for case in SHARED
-]
+ALWAYS = some_always(SHARED, "llama", "qwen3", "windows")
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
@@ -141,18 +139,13 @@ def planted(folder: Path, file: str, old: str, new: str) -> tuple[Path, ...]:
     return folder, *INCLUDES
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [f if f == "products of nobody" else pytest.param(f, marks=pytest.mark.slow) for f in PLANTED],
-)
+@pytest.mark.parametrize("fault", some_always(PLANTED, "products of nobody"))
 def test_a_planted_fault_is_seen(fault, tmp_path):
     assert wrong("llama", CONDITIONS["plain"], includes=planted(tmp_path, *PLANTED[fault]))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [f if f.startswith("nobody") else pytest.param(f, marks=pytest.mark.slow) for f in TOLD],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TOLD)
 def test_a_split_that_is_told_wrongly_is_seen(fault, tmp_path):
     case, conditions, seed, old = TOLD[fault]
     includes = planted(tmp_path, "columns/attention.h", old, "")
@@ -188,7 +181,7 @@ def shows(names, right, conditions, seed):
 # ---- gates ----
 
 
-@pytest.mark.parametrize("case", ALWAYS)
+@pytest.mark.parametrize("case", some_always(SHARED, "llama", "qwen3"))
 def test_the_object_keeps_what_the_design_promises(case):
     keeps_its_promises(columns(case).layout)
 
