@@ -145,7 +145,7 @@ def litmus_row(compiler: str, name: str, seeds: int) -> Row:
     print(compiler, name, "wrong:", wrong, plainly, "survive:", sorted(left), flush=True)
     row = {"kernel": name, "object": source.sha256, "compiler": compiler, "seeds": seeds}
     row |= {"wrong": wrong, "wrong in plain memory": plainly, "mutants": len(made)}
-    return row | {"survive": {one: ARGUED[name].get(one, "") for one in sorted(left)}}
+    return row | {"survive": {one: "argued" * (one in ARGUED[name]) for one in sorted(left)}}
 
 
 def walked() -> list[Row]:

@@ -203,6 +203,20 @@ ARGUED_OF = {
         "no buffer_inv in acquire_cache > acquire_gpu": "of one layer: what a prompt's steps read of the cache is"
         " nobody's but its last one's; 'split', of two, catches it",
     },
+    "many": {
+        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
+        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
+        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
+        "no wait for lgkmcnt in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
+        "a wait for lgkmcnt but one in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
+        "a wait for lgkmcnt but one in run_layers_ahead > run_layer > gate_up_proj > gate_up_rows > normed_rows"
+        " > run_rows > sync_consumers": NO_ROWS,
+        f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
+        "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' and 'heads' catch it",
+        "no barrier in run_head > choose > sync_consumers": OF_WIDE,
+        "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
+        "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
+    },
     "columns": OF_COLUMNS | {
         f"no barrier in {MERGE}": OF_WAVES,
         f"no wait for lgkmcnt in {MERGE}": OF_WAVES,
