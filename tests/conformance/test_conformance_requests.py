@@ -374,7 +374,7 @@ FAULTS = {
         partial(test_a_cancel_frees_the_slot_for_another, where="answer"),
     ),
     "stop ids beyond those of a warp": (
-        "cursor.h", "u32 i = thread + 32; i < count", "u32 i = count; i < count",
+        "cursor.h", "u32 i = thread + kWarpThreads; i < count", "u32 i = count; i < count",
         partial(test_a_stop_id_or_the_limit_ends_a_request, model="one lane"),
     ),
     "a token too many": (

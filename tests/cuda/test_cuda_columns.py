@@ -292,7 +292,7 @@ FAULTS = {
     ),
     "both halves of a warp with the same columns": (
         "columns/stream.h",
-        "b.in_warp / (32 / kSharing) * kMine",
+        "b.in_warp / (kWarpThreads / kSharing) * kMine",
         "0 * b.in_warp",
     ),
     "every request in one slot's cache": (

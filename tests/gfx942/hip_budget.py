@@ -33,16 +33,19 @@ def counted(name: str) -> Row:
         stage: {
             "slots": round(seen.slots),
             "flying": seen.flying,
+            "mean": round(seen.mean),
             "bytes": round(one.bytes_of(stage)),
         }
         for stage, seen in one.stages.items()
     }
-    facts = {"object": one.object, "blocks": one.lowering.num_blocks, "layers": one.spec.num_layers}
+    facts = {"object": one.object, "blocks": one.lowering.num_blocks, "layers": one.layers}
+    facts["of"] = one.spec.num_layers
     return facts | {"vgprs": one.vgprs, "spilled": one.spilled, "stages": stages}
 
 
 def kept() -> dict[str, Row]:
-    """By model: bytes of weights of a block and run, slots of a SIMD, bytes that a block has on their way."""
+    """By model: the layers that ran, of how many; by stage bytes of weights of a block and run, slots of a SIMD, bytes
+    that a block has on their way at its waits, at most and in the mean."""
     made: dict[str, Row] = json.loads(KEPT.read_text())
     return made
 
@@ -59,10 +62,22 @@ def share_of_slots(row: Row, stage: str) -> float:
     if stage != "layer":
         share: float = row["stages"][stage]["slots"] / (stage_us(row, stage) * per_us)
         return share
-    names = [n for n in row["stages"] if n not in ("lm_head", "choice", "between", "once a launch")]
+    names = of_layer(row)
     used = sum(row["stages"][n]["slots"] for n in names)
     share = used / (sum(stage_us(row, n) for n in names) * per_us)
     return share
+
+
+def of_layer(row: Row) -> list[str]:
+    return [n for n in row["stages"] if n not in ("lm_head", "choice", "between", "once a launch")]
+
+
+def mean_of_layer(row: Row) -> float:
+    """Bytes on their way in the mean of a layer's waits: each stage counts as its bytes do."""
+    each = [row["stages"][n] for n in of_layer(row)]
+    return float(
+        sum(one["mean"] * one["bytes"] for one in each) / sum(one["bytes"] for one in each)
+    )
 
 
 def needed(row: Row) -> float:
@@ -84,24 +99,30 @@ def exceeded(row: Row) -> Iterator[str]:
             yield f"{name}: {share_of_slots(row, name):.0%} of the issue slots"
     if share_of_slots(row, "layer") > MOST_SLOTS:
         yield f"a layer: {share_of_slots(row, 'layer'):.0%} of the issue slots"
+    if mean_of_layer(row) < COVER * needed(row):
+        yield f"a layer: {mean_of_layer(row):,.0f} bytes on their way in the mean"
 
 
 def lines(name: str, row: Row) -> Iterator[str]:
     yield (
-        f"{name}: {row['blocks']} blocks, {row['layers']} layers, {row['vgprs']} registers, {row['spilled']} spilled; "
-        f"a block needs {needed(row):,.0f} bytes on their way"
+        f"{name}: {row['blocks']} blocks, {row['layers']} of {row['of']} layers, {row['vgprs']} registers, "
+        f"{row['spilled']} spilled; a block needs {needed(row):,.0f} bytes on their way"
     )
     head = f"  {'stage':<14}{'KB a block':>11}{'us':>8}{'slots':>8}{'of those there':>16}"
-    yield f"{head}{'bytes on their way':>20}{'times':>7}"
+    yield f"{head}{'bytes on their way':>20}{'times':>7}{'mean':>7}"
     for stage, one in row["stages"].items():
         cells = f"  {stage:<14}"
         if one["bytes"]:
             cells += f"{one['bytes'] / 1024:>11.1f}{stage_us(row, stage):>8.2f}{one['slots']:>8,}"
             cells += f"{share_of_slots(row, stage):>16.0%}{one['flying']:>20,}{one['flying'] / needed(row):>7.1f}"
+            cells += f"{one['mean'] / needed(row):>7.1f}"
         else:
             cells += f"{'':>19}{one['slots']:>8,}"
         yield cells
-    yield f"  a layer        {share_of_slots(row, 'layer'):.0%} of the issue slots while its weights come"
+    yield (
+        f"  a layer        {share_of_slots(row, 'layer'):.0%} of the issue slots while its weights come,"
+        f" {mean_of_layer(row) / needed(row):.1f} times the bytes in the mean"
+    )
     yield f"  beyond         {'; '.join(exceeded(row)) or 'nothing'}"
 
 

@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000] [--only accesses]
 
-record.json says of the Triton and the HIP kernel's objects and of the litmus kernels: SHA-256, compiler, seeds, and
-what went wrong: nothing, or this command fails. Of the objects of full size, which are not run, what each access
-touches.
+record.json says of the Triton and the HIP kernel's objects (these are clang-19's) and of the litmus kernels: SHA-256,
+compiler, seeds, and what went wrong: nothing, or this command fails. Of the objects of full size, which are not run,
+what each access touches.
 """
 
 import argparse
@@ -17,10 +17,11 @@ from typing import Any
 
 from kog_triton.json_file import in_lines
 from tests.gfx942 import budget
-from tests.lib.gfx942 import differential, hip_column_requests, hip_requests
+from tests.lib.gfx942 import differential, hip_column_requests, hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.hip_columns import HipColumns
+from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, MAPS, memory_of, run
 from tests.lib.gfx942.mutants import caught, mutants
 from tests.lib.gfx942.requests import ASKED, LIVES, expected, run_request
@@ -29,7 +30,7 @@ from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
 
 RECORD = Path(__file__).parent / "record.json"
-PARTS = ("arithmetic", "requests", "hip", "columns", "litmus", "accesses")
+PARTS = ("arithmetic", "requests", "hip", "columns", "ranks", "litmus", "accesses")
 Row = dict[str, Any]
 
 
@@ -77,7 +78,16 @@ def requests(seeds: int) -> list[Row]:
 
 def hip(seeds: int) -> list[Row]:
     """Whole requests of the HIP kernel against the reference."""
-    return [hip_row(case, name, seeds) for case, name, _, _ in hip_requests.asked()]
+    asked = hip_requests.asked()
+    return [hip_row(case, name, one, tokens(), seeds) for case, name, one, tokens in asked]
+
+
+def ranks(seeds: int) -> list[Row]:
+    """The same on two GPUs."""
+    asked = hip_ranks.asked()
+    return [
+        hip_row(case, name, hip_ranks.walk(case), tokens, seeds) for case, name, tokens in asked
+    ]
 
 
 def hip_conditions(seed: int) -> dict[str, Any]:
@@ -85,8 +95,7 @@ def hip_conditions(seed: int) -> dict[str, Any]:
     return {"memory": c.memory, "xcc": c.xcc}
 
 
-def hip_row(case: str, name: str, seeds: int) -> Row:
-    one, tokens = next((w, t()) for c, n, w, t in hip_requests.asked() if (c, n) == (case, name))
+def hip_row(case: str, name: str, one: HipWalk, tokens: list[int], seeds: int) -> Row:
     wrong = [
         seed
         for seed in range(seeds)
@@ -94,7 +103,7 @@ def hip_row(case: str, name: str, seeds: int) -> Row:
     ]
     print("hip", case, name, "wrong:", wrong, flush=True)
     row = {"case": case, "request": name, "object": one.kernel.code_object.sha256}
-    return row | {"compiler": "clang-19", "seeds": seeds, "wrong": wrong}
+    return row | {"seeds": seeds, "wrong": wrong}
 
 
 def shared() -> Iterator[
@@ -116,7 +125,7 @@ def columns(seeds: int) -> list[Row]:
     for case, one, wrong_of in shared():
         wrong = [seed for seed in range(seeds) if wrong_of(hip_conditions(seed), seed)]
         row = {"case": case, "object": one().kernel.code_object.sha256}
-        rows.append(row | {"compiler": "clang-19", "seeds": seeds, "wrong": wrong})
+        rows.append(row | {"seeds": seeds, "wrong": wrong})
         print("columns", case, "wrong:", wrong, flush=True)
     return rows
 
@@ -136,7 +145,7 @@ def litmus_row(compiler: str, name: str, seeds: int) -> Row:
     print(compiler, name, "wrong:", wrong, plainly, "survive:", sorted(left), flush=True)
     row = {"kernel": name, "object": source.sha256, "compiler": compiler, "seeds": seeds}
     row |= {"wrong": wrong, "wrong in plain memory": plainly, "mutants": len(made)}
-    return row | {"survive": {one: ARGUED[name].get(one, "") for one in sorted(left)}}
+    return row | {"survive": {one: "argued" * (one in ARGUED[name]) for one in sorted(left)}}
 
 
 def walked() -> list[Row]:
@@ -190,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "requests": lambda: requests(args.seeds),
         "hip": lambda: hip(args.seeds),
         "columns": lambda: columns(args.seeds),
+        "ranks": lambda: ranks(args.seeds),
         "litmus": lambda: litmus(args.litmus),
         "accesses": walked,
     }

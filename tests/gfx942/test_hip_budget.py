@@ -15,7 +15,8 @@ STAGES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 def test_every_stage_has_enough_in_flight_and_slots_to_spare(name, capsys):
     row = kept()[name]
     assert sorted(matrices(row)) == sorted(STAGES)
-    assert row["spilled"] == 0
+    assert row["spilled"] == 0 and row["layers"] < row["of"]
+    assert all(row["stages"][stage]["mean"] <= row["stages"][stage]["flying"] for stage in STAGES)
     assert [*exceeded(row)] == []
     assert hip_budget.main([name, "--kept"]) == 0
     said = capsys.readouterr().out
@@ -38,5 +39,7 @@ def test_too_little_is_seen():
     row["stages"]["gate_up_proj"]["slots"] *= 3
     assert share_of_slots(row, "gate_up_proj") > 0.6
     assert any(one.startswith("gate_up_proj: ") for one in exceeded(row))
+    row["stages"]["gate_up_proj"]["mean"] //= 2
+    assert any(one.endswith(" in the mean") for one in exceeded(row))
     row["stages"]["attention"]["slots"] *= 50
-    assert any(one.startswith("a layer: ") for one in exceeded(row))
+    assert any(one.startswith("a layer: ") and one.endswith("slots") for one in exceeded(row))

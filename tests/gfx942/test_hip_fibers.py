@@ -50,9 +50,8 @@ def test_requests_equal_the_reference(case, wave):
         assert asked(backend, name) == expected(case, name)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c == "qwen3" else slow) for c in columns.SHARED]
-)
+@slow  # judges below run qwen3's, and compare its tokens, always
+@pytest.mark.parametrize("case", columns.SHARED)
 def test_requests_that_share_a_step_equal_the_reference(case, monkeypatch):
     if case in columns.LENGTHS:
         shorten(monkeypatch, columns.LENGTHS[case])

@@ -38,6 +38,7 @@ from tests.lib.gfx942.hip_requests import (
 from tests.lib.gfx942.requests import ENDS, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import ALL, CASES
 from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.slow import some_always
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
@@ -102,7 +103,7 @@ def test_logits_of_every_position(case):
 
 # ---- seen red ----
 
-LISTS = "kLists = (kAllBlocks + 32 * kWarps - 1) / (32 * kWarps);"
+LISTS = "kLists = (kAllBlocks + kConsumers - 1) / kConsumers;"
 LISTS_OF_TWO = "kLists = kAllBlocks / 2;"
 
 PLANTED = {
@@ -134,7 +135,8 @@ def planted(fault: str, folder: Path) -> tuple[Path, ...]:
     return (folder, *INCLUDES)
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+# The others' kind is among the mutants that are always caught, or any request's tokens tell it.
+@pytest.mark.parametrize("fault", some_always(PLANTED, "threads go apart"))
 def test_a_planted_fault_is_seen(fault, tmp_path):
     one = split_walk(planted(fault, tmp_path))
     hard = CONDITIONS["adversarial"] | {"memory": Memory(adversarial=True, evict=0)}
@@ -184,6 +186,7 @@ def test_the_object_keeps_what_the_design_promises(case):
 
 
 def test_enough_is_in_flight_at_full_size():
-    """1.5 times what 4.2 TB/s and 2 us ask of a CU, in straight code (docs/HIP.md)."""
-    one = gates(layout("llama-3.2-1b"))
-    assert one.most_in_flight * 64 * 16 * one.waves >= 1.5 * 4.2e12 * 2e-6 / 304
+    """1.5 times what 4.2 TB/s and 2 us ask of a block, in straight code (docs/HIP.md)."""
+    made = layout("llama-3.2-1b")
+    one, blocks = gates(made), made.lowering.num_blocks
+    assert one.most_in_flight * 64 * 16 * one.waves >= 1.5 * 4.2e12 * 2e-6 / blocks

@@ -1,6 +1,4 @@
-"""The HIP kernel on two and four simulated GPUs, in both memories: whole requests, tokens equal to the reference's."""
-
-import functools
+"""The HIP kernel on two simulated GPUs, in both memories: whole requests, tokens equal to the reference's."""
 
 import pytest
 import torch
@@ -9,55 +7,39 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.request_words import encode_logits
-from kog_triton.model.spec import Head, Reduce
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.gfx942.gates import gates_of
 from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, compiled
-from tests.lib.gfx942.hip_ranks import HipRankWalk
+from tests.lib.gfx942.hip_ranks import NAMES, SPECS, walk
 from tests.lib.gfx942.hip_requests import CONDITIONS, FINISHED, generate, wrong
 from tests.lib.gfx942.requests import ASKED, reference_tokens
-from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.real_shapes import real_shape
-from tests.lib.triton_cases import lanes, plain
+from tests.lib.slow import some_always
 
-SPECS = {
-    "llama": plain(2),
-    "laneformer": lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True),
-}
-BLOCKS = 4  # of a GPU
 LIMIT_NS = 4_000_000  # of the executor's clock: 400,000 instructions
-SLOW = pytest.mark.slow
-RUNS = [
-    ("llama", 2, "greedy"),
-    ("laneformer", 2, "sampled"),
-    pytest.param("llama", 2, "edits", marks=SLOW),
-    pytest.param("llama", 2, "rules", marks=SLOW),
-    pytest.param("laneformer", 2, "greedy", marks=SLOW),
-    pytest.param("laneformer", 2, "edits", marks=SLOW),
-]
-
-
-@functools.cache
-def walk(case: str, ranks: int, includes=INCLUDES) -> HipRankWalk:
-    return HipRankWalk(SPECS[case], ArrayWeights(SPECS[case]), ranks, BLOCKS, includes=includes)
+RUNS = some_always(
+    [(case, name) for case, names in NAMES.items() for name in names],
+    ("llama", "greedy"),
+    ("laneformer", "sampled"),
+)
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
-@pytest.mark.parametrize(("case", "ranks", "name"), RUNS)
-def test_requests_equal_the_reference(case, ranks, name, conditions):
-    one = walk(case, ranks)
+@pytest.mark.parametrize(("case", "name"), RUNS)
+def test_requests_equal_the_reference(case, name, conditions):
+    one = walk(case)
     assert generate(one, name, conditions) == (reference_tokens(SPECS[case], ASKED[name]), FINISHED)
     assert all(int(m.mailbox[2]) == FINISHED for m in one.ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 18))
-@pytest.mark.parametrize(("case", "ranks", "name"), [(c, r, n) for c, r, n in RUNS[:2]])
-def test_requests_equal_the_reference_whatever_the_order(case, ranks, name, seed):
+@pytest.mark.parametrize(("case", "name"), [("llama", "greedy"), ("laneformer", "sampled")])
+def test_requests_equal_the_reference_whatever_the_order(case, name, seed):
     for conditions in CONDITIONS.values():
-        made = generate(walk(case, ranks), name, conditions, seed)
+        made = generate(walk(case), name, conditions, seed)
         assert made == (reference_tokens(SPECS[case], ASKED[name]), FINISHED)
 
 
@@ -67,9 +49,7 @@ def test_words_that_stay_on_their_gpu_are_seen(tmp_path):
     assert text.count(old) == 1
     (tmp_path / "kog").mkdir()
     (tmp_path / "kog/ptx.h").write_text(text.replace(old, "constexpr int kWordScope = kAgent;"))
-    one = HipRankWalk(
-        SPECS["llama"], ArrayWeights(SPECS["llama"]), 2, BLOCKS, includes=(tmp_path, *INCLUDES)
-    )
+    one = walk("llama", (tmp_path, *INCLUDES))
     tokens = reference_tokens(SPECS["llama"], ASKED["greedy"])
     assert "scope" in wrong(one, "greedy", tokens, CONDITIONS["adversarial"], 1)
 
@@ -78,7 +58,7 @@ def test_words_that_stay_on_their_gpu_are_seen(tmp_path):
 @pytest.mark.parametrize("absent", [0, 1])
 def test_waits_for_a_rank_that_never_comes_expire(monkeypatch, conditions, absent):
     """The other's record says for what it waited first, and the absent one is told that it need not wait either."""
-    one = walk("llama", 2)
+    one = walk("llama")
     monkeypatch.setattr(one, "absent", (absent,))
     monkeypatch.setattr(one, "conditions", {"steps": 4_000_000} | conditions)
     for seed in range(4):

@@ -8,7 +8,7 @@ import pytest
 from kog_triton.json_file import in_lines
 from tests.gfx942.hip_budget import KEPT, kept
 from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
-from tests.lib.gfx942 import hip_requests
+from tests.lib.gfx942 import hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
 from tests.lib.gfx942.hip_column_requests import columns
 from tests.lib.gfx942.litmus import LITMUS
@@ -23,7 +23,7 @@ def record():
 def test_nothing_went_wrong_in_the_record():
     kept = record()
     assert failures(kept) == []
-    rows = kept["arithmetic"] + kept["requests"] + kept["hip"] + kept["columns"]
+    rows = [row for part in PARTS[:5] for row in kept[part]]
     assert all(row["seeds"] >= 16 for row in rows)
     assert all(row["seeds"] >= 1000 for row in kept["litmus"])
     assert all(len(row["object"]) == 16 for part in PARTS[1:] for row in kept[part])
@@ -42,6 +42,10 @@ def stale(kept):
     today = {name: make("litmus.hip").sha256 for name, make in HERE.items()}
     hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
     wrong = {f"hip {row['case']}" for row in kept["hip"] if row["object"] != hip[row["case"]]}
+    of_ranks = {case: hip_ranks.walk(case).kernel.code_object.sha256 for case in hip_ranks.NAMES}
+    wrong |= {
+        f"ranks {row['case']}" for row in kept["ranks"] if row["object"] != of_ranks[row["case"]]
+    }
     of_two = kept["columns"][0]
     if of_two["object"] != columns(of_two["case"]).kernel.code_object.sha256:
         wrong.add(f"columns {of_two['case']}")
@@ -71,6 +75,8 @@ def of_today(kept):
     hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
     for row in kept["hip"]:
         row["object"] = hip[row["case"]]
+    for row in kept["ranks"]:
+        row["object"] = hip_ranks.walk(row["case"]).kernel.code_object.sha256
     kept["columns"][0]["object"] = columns(kept["columns"][0]["case"]).kernel.code_object.sha256
     return kept
 
@@ -83,9 +89,9 @@ def test_the_record_is_of_todays_kernel():
 def test_a_record_of_another_kernel_is_seen():
     kept = of_today(record())
     assert stale(kept) == set()
-    for part in ("requests", "litmus", "hip", "columns"):
+    for part in ("requests", "litmus", "hip", "columns", "ranks"):
         kept[part][0]["object"] = "0" * 16
-    named = {f"{part} {kept[part][0]['case']}" for part in ("hip", "columns")}
+    named = {f"{part} {kept[part][0]['case']}" for part in ("hip", "columns", "ranks")}
     assert stale(kept) == {kept["requests"][0]["case"], kept["litmus"][0]["compiler"]} | named
 
 
@@ -101,6 +107,8 @@ def test_the_record_is_whole_and_of_todays_objects():
         assert row["accesses"] == counted(accesses_of(made)), (row["case"], row["variant"])
     asked_of_hip = [(case, name) for case, name, _, _ in hip_requests.asked()]
     assert [(row["case"], row["request"]) for row in record()["hip"]] == asked_of_hip
+    asked_of_ranks = [(case, name) for case, name, _ in hip_ranks.asked()]
+    assert [(row["case"], row["request"]) for row in record()["ranks"]] == asked_of_ranks
     objects = {row["case"]: row["object"] for row in record()["columns"]}
     assert list(objects) == [case for case, _, _ in shared()]
     for case, one, _ in shared():

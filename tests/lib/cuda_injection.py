@@ -39,7 +39,7 @@ EDITS = (
     ),
     (
         "block.h",
-        "in_warp = thread % 32;\n",
+        "in_warp = thread % kWarpThreads;\n",
         f"""in_warp = thread % 32;
     u32 seed = static_cast<u32>(p.limit % {FAULTY});
     u32 dice = (static_cast<u32>(clock_ticks() >> 4) * 64 + static_cast<u32>(block * 32 + warp)) * 64 + seed;

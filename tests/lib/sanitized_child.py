@@ -40,7 +40,7 @@ PATIENCE = 200  # instrumented code is that much slower, or a little less
 PARTIALS = (
     "partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));\n"
 )
-IN_WARP = "in_warp = thread % 32;\n"
+IN_WARP = "in_warp = thread % kWarpThreads;\n"
 LOADS = (
     "    for (int f = 0; f < kFragments; f++) "
     "w[f] = Fragment::load(from + f * kFragmentOfAll<Weights>);\n"

@@ -95,6 +95,8 @@ class Execution:
     touched: np.ndarray = field(repr=False)
     # [n, 3] at each wait, at most, in adversarial memory: of vmcnt, of lgkmcnt, loads of 16 bytes a lane
     in_flight: np.ndarray = field(repr=False)
+    # [n, 2] of each wait, there: how often it waited for what vmcnt counts, loads of 16 bytes a lane in flight then
+    weights: np.ndarray = field(repr=False)
 
 
 @functools.cache
@@ -115,7 +117,7 @@ def library() -> ctypes.CDLL:
     ):
         getattr(built, f"gfx_{name}").restype = result
     built.gfx_steps.restype = ctypes.c_uint64
-    for name in ("executed", "awaited", "touched", "in_flight"):
+    for name in ("executed", "awaited", "touched", "in_flight", "weights"):
         getattr(built, f"gfx_{name}").restype = ctypes.c_void_p
     assert built.gfx_inst_bytes() == RECORD.itemsize
     return built
@@ -232,6 +234,7 @@ class Kernel:
                     for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)
                 ),
                 self._counts(lib.gfx_in_flight(machine), ctypes.c_uint32, 3).reshape(-1, 3),
+                self._counts(lib.gfx_weights(machine), each=2).reshape(-1, 2),
             )
         finally:
             lib.gfx_free(machine)

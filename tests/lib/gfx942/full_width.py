@@ -48,15 +48,18 @@ class StageUse:
 
     slots   instructions issued, those of a quarter's rate as four; a wait's first look is in, all others are not
     flying  bytes of weights that a block has on their way at most as it waits for anything in this stage
+    mean    the same of all its waits for memory, each as long as any other; of a wait for words the first look
     """
 
     slots: float
     flying: int
+    mean: float
 
 
 @dataclass(frozen=True)
 class Use:
     spec: ModelSpec  # of all its layers
+    layers: int  # that ran
     lowering: CudaLowering
     stages: dict[str, StageUse]
     object: str  # SHA-256
@@ -134,20 +137,36 @@ def use(name: str) -> Use:
     names, places = one.kernel.mnemonics(), chains(one.kernel.code_object, KERNEL)
     slots: Counter[str] = Counter()
     flying: Counter[str] = Counter()
+    waited: Counter[str] = Counter()
+    on_way: Counter[str] = Counter()
     for i, chain in enumerate(places):
         stage, count = stage_of(chain), int(one.last.executed[i])
+        waits, wide = (int(n) for n in one.last.weights[i])
         if awaits(chain):
-            count = min(count, layers * waves)
+            count, looks = min(count, layers * waves), min(waits, layers * waves)
+            waits, wide = looks, looks * int(one.last.in_flight[i, 2])
+        waited[stage] += waits
+        on_way[stage] += wide
         slots[stage] += count * (4 if names[i].startswith(SLOW) else 1)
         flying[stage] = max(flying[stage], int(one.last.in_flight[i, 2]))
     facts = one.kernel.code_object.kernels[KERNEL]
     runs = {stage: 1 if stage in (*ONCE, "once a launch") else layers for stage in slots}
     a_block = 1024 * one.layout.threads // 64
     stages = {
-        stage: StageUse(slots[stage] / runs[stage] / (4 * lo.num_blocks), flying[stage] * a_block)
+        stage: StageUse(
+            slots[stage] / runs[stage] / (4 * lo.num_blocks),
+            flying[stage] * a_block,
+            on_way[stage] / max(waited[stage], 1) * a_block,
+        )
         for stage in slots
     }
     object_hash = one.kernel.code_object.sha256
     return Use(
-        named_shape(name), lo, stages, object_hash, facts[".vgpr_count"], facts[".vgpr_spill_count"]
+        named_shape(name),
+        layers,
+        lo,
+        stages,
+        object_hash,
+        facts[".vgpr_count"],
+        facts[".vgpr_spill_count"],
     )

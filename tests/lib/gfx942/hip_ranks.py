@@ -1,5 +1,8 @@
 """The HIP kernel on several simulated GPUs: a rank each, whose words all others write (docs/SYNC.md)."""
 
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.protocol import TENSORS
 from kog_triton.backends.cuda.rank_memory import allocate_ranks, rank_pointers
 from kog_triton.backends.hip.layout import lay_out_hip
-from kog_triton.model.spec import ModelSpec
+from kog_triton.model.spec import Head, ModelSpec, Reduce
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
@@ -25,7 +28,16 @@ from tests.lib.gfx942.hip_kernel import (
     HipWalk,
     compiled,
 )
+from tests.lib.gfx942.requests import ASKED, reference_tokens
+from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.triton_cases import lanes, plain
 
+SPECS = {
+    "llama": plain(2),
+    "laneformer": lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True),
+}
+BLOCKS = 4  # of a GPU
+NAMES = {"llama": ("greedy", "edits", "rules"), "laneformer": ("sampled", "greedy", "edits")}
 # Of several ranks the others write a rank's words, and say that they leave.
 SHARED = LEAST | {"words": SYSTEM, "error": SYSTEM}
 
@@ -85,3 +97,16 @@ class HipRankWalk(HipWalk):
             launches, buffers, seed=seed, lds=self.layout.shared_bytes, **self.conditions
         )
         return self.last.steps
+
+
+@cache
+def walk(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipRankWalk:
+    """Of two GPUs."""
+    return HipRankWalk(SPECS[case], ArrayWeights(SPECS[case]), 2, BLOCKS, includes=includes)
+
+
+def asked() -> Iterator[tuple[str, str, list[int]]]:
+    """Case, request and the reference's tokens."""
+    for case, names in NAMES.items():
+        for name in names:
+            yield case, name, reference_tokens(SPECS[case], ASKED[name])

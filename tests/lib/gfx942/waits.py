@@ -50,9 +50,9 @@ def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State
     return _later(state, kind) | {(r, kind): 0 for r in fills if kind is not None}, bad
 
 
-def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> set[int]:
-    """Operations, by their offsets, that waves may find unfinished where they meet, on any way behind these waits, if
-    the waits, by theirs, had other operands."""
+def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> set[tuple[int, int]]:
+    """Operations that waves may find unfinished where they meet, on any way behind these waits, if the waits, by their
+    offsets, had other operands; each with where that is, by theirs."""
 
     def lost(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[Any]]:
         if name != "S_WAITCNT":
@@ -64,11 +64,11 @@ def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> se
         kept = _left(state, _most_left(changed[at])) if gone else left
         return left, {(op, state[op]) for op in gone if op in kept}
 
-    def follow(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[int]]:
+    def follow(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[Any]]:
         if name == "S_WAITCNT":
             return _left(state, _most_left(changed.get(at, inst.simm16))), set()
         tells, hears = re.match(TELLS, name), re.match(HEARS, name)
-        found = {op for op, k in state if tells or (hears and k == VECTOR)}
+        found = {(op, at) for op, k in state if tells or (hears and k == VECTOR)}
         # where it is issued again, that is another one
         return {op: n for op, n in _later(state, _kind(name)).items() if op[0] != at}, found
 
@@ -76,9 +76,9 @@ def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> se
     for at, (op, n) in said(code_object, kernel, lost):
         missing.setdefault(at, {})[op] = n
     return {
-        op
+        found
         for at, state in missing.items()
-        for _, op in said(code_object, kernel, follow, at, state)
+        for _, found in said(code_object, kernel, follow, at, state)
     }
 
 

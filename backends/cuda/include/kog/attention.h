@@ -63,7 +63,7 @@ template <bool kLong>
 KOG_DEVICE void walk_tiles(const Block& b, int start, const Tiles& tiles, const Cached& cache, int head_group,
                            Tile& tile, Softmax& softmax) {
   if constexpr (!kChunk) start = tiles.cached;  // a register less
-  const uint4* queries = AttentionScratch(b).queries + head_group * kDimSteps * 32 + b.in_warp;
+  const uint4* queries = AttentionScratch(b).queries + head_group * kDimSteps * kWarpThreads + b.in_warp;
   for (int at = tiles.at; at < tiles.end; at += kRoundRows) {
     int next = at + kRoundRows;
     bool again = kLong || next < tiles.end;
@@ -110,7 +110,7 @@ KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 
   Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
   if (span.split >= span.used) {
     u32* words = split_words(b, span.head, 0, span.split);
-    for (int i = b.thread; i < kQueries * kHeadDim / 2; i += 32 * kWarps)
+    for (int i = b.thread; i < kQueries * kHeadDim / 2; i += kConsumers)
       store_relaxed(words + i, phase);
     if (b.thread < kQueries) store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return rejoin();

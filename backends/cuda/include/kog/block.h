@@ -33,7 +33,7 @@ struct WarpState {
 constexpr int kAllBlocks = kRanks * kBlocks;  // of all ranks
 // Threads that may receive what each of all blocks has sent, warps of them that do, and blocks of one.
 constexpr int kTakers = kConsumers;
-constexpr int kCandidateWarps = ((kAllBlocks < kTakers ? kAllBlocks : kTakers) + 31) / 32;
+constexpr int kCandidateWarps = ((kAllBlocks < kTakers ? kAllBlocks : kTakers) + kWarpThreads - 1) / kWarpThreads;
 constexpr int kBlocksAThread = (kAllBlocks + kTakers - 1) / kTakers;
 
 // The end of shared memory: small things that warps tell each other.
@@ -106,8 +106,8 @@ struct Block {
     group_index = kRankLanes > 1 ? block % kGroup : block;
     thread = thread_index();
     KOG_ASSUME(block >= 0 && block < kBlocks && thread >= 0 && thread < kThreads);
-    warp = thread / 32;
-    in_warp = thread % 32;
+    warp = thread / kWarpThreads;
+    in_warp = thread % kWarpThreads;
   }
 };
 

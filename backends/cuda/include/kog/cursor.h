@@ -44,7 +44,7 @@ struct Ending {
     u32 thread = static_cast<u32>(b.in_warp);
     bool stop = thread < count && static_cast<int>(first) == token;
 #pragma unroll 1
-    for (u32 i = thread + 32; i < count; i += 32) stop |= static_cast<int>(stops[i]) == token;
+    for (u32 i = thread + kWarpThreads; i < count; i += kWarpThreads) stop |= static_cast<int>(stops[i]) == token;
     return any_in_warp(stop);
   }
 };

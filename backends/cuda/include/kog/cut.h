@@ -46,7 +46,7 @@ struct Level {
 static_assert(kLevels * sizeof(Level) <= kSamplingBytes, "the levels outgrew the partial sums");
 
 // What a thread adds of a level, and what all threads add.
-constexpr int kOwnBins = kBins / 32;
+constexpr int kOwnBins = kBins / kWarpThreads;
 KOG_DEVICE Sums own_sums(const Block& b, const Level& level) {
   Sums sum;
 #pragma unroll 1
@@ -118,9 +118,9 @@ KOG_DEVICE void add_to_bins(const Block& b, Level& level, u32 bin, u64 weight) {
 
 // This block's ids in the bins of a level; ids of other depths are left out.
 KOG_DEVICE void count_own(Block& b, const Field& f, Level& level, bool coarse) {
-  for (int i = b.thread; i < kBins; i += 32 * kWarps) level.weights[i] = 0, level.counts[i] = 0;
+  for (int i = b.thread; i < kBins; i += kConsumers) level.weights[i] = 0, level.counts[i] = 0;
   sync_consumers();
-  for (int first = f.rows.first + b.warp * 32; first < f.rows.last; first += 32 * kWarps) {
+  for (int first = f.rows.first + b.warp * kWarpThreads; first < f.rows.last; first += kConsumers) {
     int id = first + b.in_warp;
     float logit = id < f.rows.last ? f.logits[id] : -float_of(kInfinity);
     u32 bin = kBins;
@@ -152,11 +152,11 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
     put_pair_at_rank(b, rank, to, number, static_cast<u32>(s.weight >> 32), static_cast<u32>(s.weight));
     put_pair_at_rank(b, rank, to + 2, number, s.count, 0);
   };
-  for (int bin = b.thread; bin < kBins; bin += 32 * kWarps)
+  for (int bin = b.thread; bin < kBins; bin += kConsumers)
     put(bin % kAllBlocks / kBlocks, parts + 4 * (bin * kAllBlocks + block_of_all(b)), level.sums(bin));
   for (int bin = block_of_all(b) + kAllBlocks * b.warp; bin < kBins; bin += kAllBlocks * kWarps) {
     Sums sum;
-    for (int first = 0; first < kAllBlocks; first += 32) {
+    for (int first = 0; first < kAllBlocks; first += kWarpThreads) {
       const u64* at = parts + 4 * (bin * kAllBlocks + first + b.in_warp);
       sum = sum.plus(poll_sums(b, Step::kHistogram, number, at, first + b.in_warp < kAllBlocks));
     }
@@ -167,7 +167,7 @@ KOG_DEVICE void add_blocks(Block& b, Level& level, u64 number) {
       for (int rank = 0; rank < kRanks; rank++) put(rank, totals + 4 * bin, sum);
     rejoin();
   }
-  for (int first = b.warp * 32; first < kBins; first += 32 * kWarps) {
+  for (int first = b.warp * kWarpThreads; first < kBins; first += kConsumers) {
     Sums sum = poll_sums(b, Step::kCut, number, totals + 4 * (first + b.in_warp), true);
     level.weights[first + b.in_warp] = sum.weight;
     level.counts[first + b.in_warp] = sum.count;
@@ -194,12 +194,12 @@ KOG_DEVICE int find_bin(const Block& b, const Level& level, bool by_count, u64 t
   auto reached = [&](const Sums& s) { return (by_count ? s.count : s.weight) >= target; };
   Sums own = own_sums(b, level), to_here = own;
 #pragma unroll 1
-  for (int by = 1; by < 32; by *= 2) {
+  for (int by = 1; by < kWarpThreads; by *= 2) {
     Sums left = to_here.of_thread(b.in_warp >= by ? b.in_warp - by : 0);
     if (b.in_warp >= by) to_here = to_here.plus(left);
   }
   u32 reversed = reached(before.plus(to_here)) ? 31u - static_cast<u32>(b.in_warp) : 0u;
-  int thread = 31 - static_cast<int>(largest_of_warp(reversed));
+  int thread = kWarpThreads - 1 - static_cast<int>(largest_of_warp(reversed));
   before = before.plus(to_here.minus(own).of_thread(thread));
   int bin = kOwnBins * thread;
 #pragma unroll 1

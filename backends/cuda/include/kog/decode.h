@@ -8,7 +8,7 @@
 namespace kog {
 
 // The one thread that writes to the host while the kernel runs: late to have work of its own.
-KOG_DEVICE bool is_host_writer(const Block& b) { return b.block == 0 && b.thread == 32 * kWarps - 1; }
+KOG_DEVICE bool is_host_writer(const Block& b) { return b.block == 0 && b.thread == kConsumers - 1; }
 
 // What a step begins with.
 KOG_DEVICE void begin_step(Block& b, Walk& walk, const StepOrder& order) {

@@ -32,7 +32,7 @@ KOG_DEVICE Rows own_rows(const Block& b) {
 template <class Each>
 KOG_DEVICE void each_own_id(const Block& b, Rows rows, Each each) {
 #pragma unroll 1
-  for (int id = rows.first + b.thread; id < rows.last; id += 32 * kWarps) each(id);
+  for (int id = rows.first + b.thread; id < rows.last; id += kConsumers) each(id);
 }
 
 KOG_DEVICE bool has_bit(const u32* bits, int id) { return (bits[id / 32] >> id % 32 & 1) != 0; }
@@ -57,7 +57,7 @@ KOG_DEVICE void count_token(Block& b, Rows rows, u32* counts, int token, int mad
   const u32* sequence = sequence_of(b);
   each_own_id(b, rows, [&](int id) { counts[id] = 0; });
   sync_consumers();
-  for (u32 i = b.thread; i < b.request[Request::kPrompt]; i += 32 * kWarps)
+  for (u32 i = b.thread; i < b.request[Request::kPrompt]; i += kConsumers)
     if (int id = static_cast<int>(sequence[i]); rows.hold(id)) counts[id] = 1;
 }
 
@@ -81,7 +81,7 @@ KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
   const u64* words = b.p.masks + static_cast<u64>(b.small->slot) * kMaskWords + rows.first / 32;
   u64 epoch = static_cast<u64>(made + 1);
   rejoin();
-  for (int first = b.warp * 32; first < count; first += 32 * kWarps) {
+  for (int first = b.warp * kWarpThreads; first < count; first += kConsumers) {
     int i = first + b.in_warp;
     u64 word = epoch << 32;
     auto ask = [&] {
@@ -134,7 +134,7 @@ KOG_DEVICE void edit_logits(Block& b, Rows rows, int token, int position, const 
   });
   sync_consumers();
   List ids = list_of(b, Request::kBiasIds), values = list_of(b, Request::kBiasValues);
-  for (int i = b.thread; i < ids.count; i += 32 * kWarps)
+  for (int i = b.thread; i < ids.count; i += kConsumers)
     if (int id = static_cast<int>(ids.at[i]); rows.hold(id)) edited[id] += float_of(values.at[i]);
   sync_consumers();
   auto ban = [&](int id) {
@@ -142,9 +142,9 @@ KOG_DEVICE void edit_logits(Block& b, Rows rows, int token, int position, const 
   };
   List ends = list_of(b, Request::kEndIds);
   for (int i = b.thread; i < ends.count && made < static_cast<int>(r[Request::kMinTokens]);
-       i += 32 * kWarps)
+       i += kConsumers)
     ban(static_cast<int>(ends.at[i]));
-  for (int i = b.thread; i < list_of(b, Request::kBadEnds).count; i += 32 * kWarps)
+  for (int i = b.thread; i < list_of(b, Request::kBadEnds).count; i += kConsumers)
     ban(completes(b, i, made));
   sync_consumers();
 }

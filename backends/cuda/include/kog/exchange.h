@@ -63,7 +63,7 @@ KOG_DEVICE Peaks find_peaks(Block& b, Rows rows, const float* raw, const float* 
   if (b.thread == 0)
     put_pair(b, words_of_block<PeakWords, 2>(b, block_of_all(b)), number, top, edited_top);
   top = edited_top = 0;
-  for (int first = b.warp * 32; first < kAllBlocks; first += 32 * kWarps) {
+  for (int first = b.warp * kWarpThreads; first < kAllBlocks; first += kConsumers) {
     int block = first + b.in_warp;
     u64 v = poll_pair(b, Step::kPeaks, number, words_of_block<PeakWords, 2>(b, block),
                       block < kAllBlocks);

@@ -5,7 +5,8 @@
 
 namespace kog {
 
-constexpr int kQuads = (kHeadDim / 4 + 31) / 32;  // of a head, a thread: two pairs half a head apart
+// Of a head, a thread: two pairs half a head apart.
+constexpr int kQuads = (kHeadDim / 4 + kWarpThreads - 1) / kWarpThreads;
 constexpr float kScoreScale = 1.4426950408889634f;  // scores in powers of two
 
 // What a head is rotated with: this thread's pairs of neighbors (2 i, 2 i + 1) and those half a head on.
@@ -20,7 +21,7 @@ KOG_DEVICE Rotation load_rotation(const Block& b, int position, bool is_key) {
       reinterpret_cast<const float2*>(b.p.qk_gains + (2 * b.layer + is_key) * kHeadDim);
 #pragma unroll
   for (int n = 0; n < kQuads; n++) {
-    int i = n * 32 + b.in_warp;
+    int i = n * kWarpThreads + b.in_warp;
     bool inside = i < kHeadDim / 4;
     r.cos[n] = inside ? angle[i] : float2{0, 0};
     r.sin[n] = inside ? angle[kHeadDim / 4 + i] : float2{0, 0};
@@ -52,7 +53,7 @@ struct Head {
       float square = 0;
 #pragma unroll
       for (int n = 0; n < kQuads; n++)
-        if (n * 32 + b.in_warp < kHeadDim / 4) {
+        if (n * kWarpThreads + b.in_warp < kHeadDim / 4) {
           square = fused(near[n].x, near[n].x, square);
           square = fused(near[n].y, near[n].y, square);
           square = fused(far[n].x, far[n].x, square);
@@ -78,7 +79,7 @@ struct Head {
   KOG_DEVICE void each(const Block& b, Put put) const {
 #pragma unroll
     for (int n = 0; n < kQuads; n++) {
-      int i = n * 32 + b.in_warp;
+      int i = n * kWarpThreads + b.in_warp;
       if (i >= kHeadDim / 4) continue;
       put(i, near[n]);
       put(kHeadDim / 4 + i, far[n]);
@@ -89,14 +90,14 @@ struct Head {
 
 // A rotated query in two 16-bit parts, where the tensor core's threads find it.
 KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* queries) {
-  u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * 32 +
+  u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * kWarpThreads +
                                    query % kGroupHeads * 4);
   head.each(b, [&](int word, float2 v) {
     HighLow parts(v.x, v.y);
     using Quarter = Keys::Share;
     int thread = word % Quarter::kStride / Quarter::kPiece,
         in_thread = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
-    *reinterpret_cast<uint2*>(to + (in_thread / 2 * 32 + thread) * 4 + in_thread % 2 * 2) = {parts.high,
+    *reinterpret_cast<uint2*>(to + (in_thread / 2 * kWarpThreads + thread) * 4 + in_thread % 2 * 2) = {parts.high,
                                                                                       parts.low};
   });
 }
@@ -127,7 +128,7 @@ KOG_DEVICE int first_received(const Block& b) { return kWarps - 1 - b.warp; }
 KOG_DEVICE void receive_pair(Block& b, int column, int head, bool paired, u32 phase, Head& first, Head& second) {
   constexpr int kOne = 2 * kQuads, kBoth = kChunk ? 2 : 1;  // words of a head, a thread; heads
   const u32* words = lane_words<QkvWords>(b) + column * QkvWords::kStride + head * (kHeadDim / 2);
-  auto quad = [&](int n) { return n % kOne / 2 * 32 + b.in_warp; };
+  auto quad = [&](int n) { return n % kOne / 2 * kWarpThreads + b.in_warp; };
   u32 w[kBoth * kOne];
   poll_words(
       b, Step::kAttentionQkv,

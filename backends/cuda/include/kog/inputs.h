@@ -40,7 +40,7 @@ struct Inputs {
   static constexpr bool kOwnSlice = Stage::kParts == kWarps;
   static constexpr int kPart =
       kOwnSlice ? Stage::kPaddedK / kWarps : Stage::kPaddedK;  // values of one warp, or of all
-  static constexpr int kStride = kValues * 32 * (kOwnSlice ? 1 : kWarps);
+  static constexpr int kStride = kValues * (kOwnSlice ? kWarpThreads : kConsumers);
   static constexpr int kCount = (kPart + kStride - 1) / kStride;
   int first, thread;
 

@@ -4,18 +4,18 @@
 
 namespace kog {
 
-constexpr int kPairs = (kHeadDim / 2 + 31) / 32;  // pairs of values of a head, a thread
+constexpr int kPairs = (kHeadDim / 2 + kWarpThreads - 1) / kWarpThreads;  // pairs of values of a head, a thread
 
 // One warp's share of a join: kJoined splits of one query head, from `first`; pair i of a thread in
 // out[i].
 KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u32 phase,
                           float2 (&out)[kPairs]) {
-  constexpr int kTops = (kSplits + 31) / 32, kCount = kTops + kPairs * kJoined;
+  constexpr int kTops = (kSplits + kWarpThreads - 1) / kWarpThreads, kCount = kTops + kPairs * kJoined;
   // Logarithms of all splits, then outputs of kJoined of them.
   auto split_of = [&](int n) {
-    return n < kTops ? n * 32 + b.in_warp : first + (n - kTops) / kPairs;
+    return n < kTops ? n * kWarpThreads + b.in_warp : first + (n - kTops) / kPairs;
   };
-  auto pair_of = [&](int n) { return (n - kTops) % kPairs * 32 + b.in_warp; };
+  auto pair_of = [&](int n) { return (n - kTops) % kPairs * kWarpThreads + b.in_warp; };
   auto need = [&](int n) {
     return split_of(n) < used && (n < kTops || pair_of(n) < kHeadDim / 2);
   };
@@ -34,14 +34,14 @@ KOG_DEVICE void join_part(Block& b, int head, int query, int used, int first, u3
   for (int n = 0; n < kTops; n++) {
     share[n] = need(n) ? exp2_fast(unpack_f32(w[n]) - top) : 0;
     total += share[n];
-    if (n == first / 32) mine = share[n];
+    if (n == first / kWarpThreads) mine = share[n];
   }
   total = sum_of_threads(total);
 #pragma unroll
   for (int n = 0; n < kPairs; n++) out[n] = float2{0, 0};
 #pragma unroll
   for (int i = 0; i < kJoined * kPairs; i++) {
-    float weight = divide(shuffle(mine, (first + i / kPairs) % 32), total) * kPairUnit;
+    float weight = divide(shuffle(mine, (first + i / kPairs) % kWarpThreads), total) * kPairUnit;
     if (!need(kTops + i)) continue;
     u32 both = operand_of(w[kTops + i]);
     out[i % kPairs].x += weight * low_of(both);
@@ -62,7 +62,7 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
     join_part(b, span.head, query, span.used, item % parts * kJoined, phase, out);
 #pragma unroll
     for (int n = 0; n < kPairs; n++) {
-      int pair = n * 32 + b.in_warp;
+      int pair = n * kWarpThreads + b.in_warp;
       if (pair >= kHeadDim / 2) continue;
       if (parts == 1)
         put(span.head * kQueries + query, pair, out[n]);
@@ -73,7 +73,7 @@ KOG_DEVICE void join_many(Block& b, const Span& span, u32 phase, Put put) {
   }
   if (kSplits <= kJoined || parts == 1) return;
   sync_consumers();
-  for (int i = b.thread; i < queries * kHeadDim / 2; i += 32 * kWarps) {
+  for (int i = b.thread; i < queries * kHeadDim / 2; i += kConsumers) {
     int item = i / (kHeadDim / 2) * parts, pair = i % (kHeadDim / 2);
     float2 v = {0, 0};
     for (int n = 0; n < parts; n++) {

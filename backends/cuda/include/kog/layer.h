@@ -21,7 +21,7 @@ struct ThreadRow {
   KOG_DEVICE ThreadRow(const Block&, const Units& units)
       : first(units.first * Stage::kUnitRows),
         count((units.last - units.first) * Stage::kUnitRows) {}
-  KOG_DEVICE bool has(const Block& b, int) const { return b.warp * 32 < count; }
+  KOG_DEVICE bool has(const Block& b, int) const { return b.warp * kWarpThreads < count; }
   KOG_DEVICE int number(int) const { return 0; }
   KOG_DEVICE Item item(const Block& b, int) const {
     int row = first + b.thread;

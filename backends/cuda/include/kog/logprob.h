@@ -42,11 +42,11 @@ KOG_DEVICE void take_best_of_block(const Block& b, int k, u64* lists, Each each,
   sync_consumers();
   if (b.warp != 0) return;
   take_best(b, k, lists + kListed, [&](NextBest& next) {
-    for (int i = b.in_warp; i < kListed; i += 32)
+    for (int i = b.in_warp; i < kListed; i += kWarpThreads)
       if (i % kMostLogprobs < k) next.consider(lists[i]);
   });
   sync_warp();
-  for (int i = b.in_warp; i < k; i += 32) take(i, lists[kListed + i]);
+  for (int i = b.in_warp; i < k; i += kWarpThreads) take(i, lists[kListed + i]);
 }
 
 KOG_DEVICE u64* best_words(const Block& b, int heads, int block) {
@@ -108,7 +108,7 @@ KOG_DEVICE void publish_ahead(Block& b, Rows rows, const float* raw, int token, 
 // What the blocks of a thread published, of which each one's best that was not taken yet is held: a round trip of words
 // for each that is, and few registers, however many ranks there are.
 struct BlocksBest {
-  static constexpr int kLists = (kAllBlocks + 32 * kWarps - 1) / (32 * kWarps);
+  static constexpr int kLists = (kAllBlocks + kConsumers - 1) / kConsumers;
   u64 number, held[kLists];
   int heads, at[kLists];
 
@@ -140,7 +140,7 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
   u64* record = record_of(b, made);
   if (b.warp == 0) {
     u64 sum = 0, ahead = 0;
-    for (int block = b.in_warp; block - b.in_warp < kAllBlocks; block += 32) {
+    for (int block = b.in_warp; block - b.in_warp < kAllBlocks; block += kWarpThreads) {
       bool there = block < kAllBlocks;
       u64 more = poll_pair(b, Step::kAhead, number, ahead_words(b, heads, block), there);
       sum += poll_pair(b, Step::kBest, number, best_words(b, heads, block), there);
@@ -158,14 +158,14 @@ KOG_DEVICE void tell_best(Block& b, float top, int heads, int made, u64* scratch
     u32 logit = bits_of(from_ordered(static_cast<u32>(rank >> 32)));
     store_system(record + 4 + i, (id + 1) << 32 | logit);
   };
-  constexpr int kHeldRanks = (kAllBlocks * kMostLogprobs + 32 * kWarps - 1) / (32 * kWarps);
+  constexpr int kHeldRanks = (kAllBlocks * kMostLogprobs + kConsumers - 1) / kConsumers;
   if constexpr (kHeldRanks > kMostHeldRanks) {
     BlocksBest lists(heads, number);
     take_best_of_block(b, k, scratch, [&](NextBest& next) { lists.consider(b, next, k); }, tell);
     return;
   }
   u64 held[kHeldRanks];
-  auto rank = [&](int i) { return i * 32 * kWarps + b.thread; };
+  auto rank = [&](int i) { return i * kConsumers + b.thread; };
   poll_pairs(
       b, Step::kBest, number,
       [&](int i) {

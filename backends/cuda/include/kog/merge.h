@@ -88,8 +88,8 @@ KOG_DEVICE void put_results(const Block& b, bool walks, int walked, Softmax& sof
 }
 
 // Threads that share a pair of values in merge_warps: all threads have one, if there are pairs enough.
-constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= 32 * kWarps   ? 4
-                         : kQueries * kHeadDim / 2 * 2 <= 32 * kWarps ? 2
+constexpr int kSharers = kQueries * kHeadDim / 2 * 4 <= kConsumers   ? 4
+                         : kQueries * kHeadDim / 2 * 2 <= kConsumers ? 2
                                                                       : 1;
 constexpr int kSharedResults = (kWarpResults + kSharers - 1) / kSharers;  // of one of them
 
@@ -121,7 +121,7 @@ struct Merged {
 // one thread.
 template <class Put>
 KOG_DEVICE void merge_warps(const Block& b, int walked, const AttentionScratch& scratch, Put put) {
-  constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = 32 / kSharers;  // of a warp
+  constexpr int kPairs = kQueries * kHeadDim / 2, kAtOnce = kWarpThreads / kSharers;  // of a warp
   walked = walked < kWarpResults ? walked : kWarpResults;
   for (int first = b.warp * kAtOnce; first < kPairs; first += kAtOnce * kWarps) {
     int i = first + b.in_warp / kSharers, head = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);

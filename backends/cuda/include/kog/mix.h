@@ -20,7 +20,7 @@ KOG_DEVICE float part_of(float x, float gain, Scale scale) {
 // quad n is there.
 template <class Said>
 KOG_DEVICE void sum_parts(Block& b, u32 phase, Said said) {
-  constexpr int kQuads = 32 / (4 * kColumns), kRounds = (kHidden + 4 * kQuads - 1) / (4 * kQuads);
+  constexpr int kQuads = kWarpThreads / (4 * kColumns), kRounds = (kHidden + 4 * kQuads - 1) / (4 * kQuads);
   int column = b.in_warp / 4 % kColumns;
 #pragma unroll 1
   for (int n = b.block + kBlocks * b.warp; n < kRounds; n += kBlocks * kWarps) {
@@ -65,7 +65,7 @@ KOG_DEVICE void stage_parts(Block& b, u32 phase) {
   }
   constexpr int kPadding = LmHead::kPaddedK - LmHead::kCols;
 #pragma unroll 1
-  for (int n = b.thread; n < kPadding * columns; n += 32 * kWarps)
+  for (int n = b.thread; n < kPadding * columns; n += kConsumers)
     stage_value(b, n % columns, LmHead::kCols + n / columns, 0);
   sync_consumers();
 }

@@ -28,6 +28,7 @@ using Memory = T*;
 
 constexpr u32 kWholeWarp = 0xffffffffu;
 constexpr int kMostHeldRanks = 64;  // of a thread, 64 bits each (logprob.h): more are asked for one by one
+constexpr int kWarpThreads = 32;
 constexpr bool kMaskInRegister = true;  // a register can hold shuffle_xor's mask (threads.h)
 
 // ---- where am I, what time is it ----

@@ -45,7 +45,7 @@ KOG_DEVICE Candidate best_of_threads(const Candidate& c) {
     return best;
   });
 }
-KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_threads<32>(c); }
+KOG_DEVICE Candidate best_of_warp(const Candidate& c) { return best_of_threads<kWarpThreads>(c); }
 
 // The number of a head's exchange.
 KOG_DEVICE u64 head_number(int heads) { return static_cast<u64>(heads + 1) << 32; }

@@ -36,7 +36,7 @@ KOG_DEVICE void publish_staged(const Block& b, u32 phase) {
   u32* to = lane_words<AttentionWords>(b);
   sync_consumers();
   if (b.group_index != 0) return;
-  for (int word = b.thread; word < OProj::kCols / 2; word += 32 * kWarps)
+  for (int word = b.thread; word < OProj::kCols / 2; word += kConsumers)
     store_relaxed(to + word, pack_operand(staged_word(b, word), phase));
 }
 

@@ -6,17 +6,17 @@
 
 namespace kog {
 
-template <int kThreads = 32, class T, class Join>
+template <int kThreads = kWarpThreads, class T, class Join>
 KOG_DEVICE T over_threads(T v, Join join) {
 #pragma unroll(kMaskInRegister && sizeof(T) > 4 ? 1 : kThreads)
   for (int mask = kThreads / 2; mask; mask >>= 1) v = join(v, shuffle_xor(v, mask));
   return v;
 }
-template <int kThreads = 32, class T>
+template <int kThreads = kWarpThreads, class T>
 KOG_DEVICE T sum_of_threads(T v) {
   return over_threads<kThreads>(v, [](T a, T b) { return a + b; });
 }
-template <int kThreads = 32, class T>
+template <int kThreads = kWarpThreads, class T>
 KOG_DEVICE T largest_of_threads(T v) {
   return over_threads<kThreads>(v, [](T a, T b) { return b > a ? b : a; });
 }

@@ -65,7 +65,7 @@ KOG_DEVICE float scale_four(const float (&x)[4], const float (&gain)[4], float s
   return square;
 }
 // A warp's sums of one value of each of N columns, which kSharing parts of it have each for themselves:
-// thread t gets that of column t * N * kSharing / 32. The same pairs are added as if all threads added all
+// thread t gets that of column t * N * kSharing / kWarpThreads. The same pairs are added as if all threads added all
 // columns, but each thread goes on with half of them.
 template <int kSharing, int N>
 KOG_DEVICE float sum_columns(const Block& b, float (&v)[N]) {

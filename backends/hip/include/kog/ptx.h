@@ -42,6 +42,7 @@ using i64 = long long;
 constexpr int kMostHeldRanks = 16;  // of a thread, 64 bits each (logprob.h): more are asked for one by one
 constexpr bool kMaskInRegister = false;  // shuffle_xor's mask is part of the instruction (threads.h)
 constexpr int kWaveThreads = 64, kWaves = kConsumers / kWaveThreads;
+constexpr int kWarpThreads = kWaveThreads / 2;
 constexpr int kAgent = __HIP_MEMORY_SCOPE_AGENT, kSystem = __HIP_MEMORY_SCOPE_SYSTEM;
 // Of words that blocks exchange (layout/header.py): of several ranks the host's.
 #ifdef KOG_WORD_SCOPE
@@ -209,7 +210,7 @@ KOG_DEVICE void rejoin() { __builtin_amdgcn_wave_barrier(); }
 KOG_DEVICE u32 of_wave(u32 v) { return static_cast<u32>(__builtin_amdgcn_readfirstlane(static_cast<int>(v))); }
 KOG_DEVICE u32 threads_with(bool p) {
   u64 wave = __builtin_amdgcn_ballot_w64(p);
-  return static_cast<u32>(in_wave() < 32 ? wave : wave >> 32);
+  return static_cast<u32>(in_wave() < kWarpThreads ? wave : wave >> kWarpThreads);
 }
 KOG_DEVICE bool any_in_warp(bool p) { return threads_with(p) != 0; }
 
@@ -226,7 +227,7 @@ KOG_DEVICE u32 swizzled(u32 v) {
   return static_cast<u32>(__builtin_amdgcn_ds_swizzle(static_cast<int>(v), kMask << 10 | 0x1f));
 }
 KOG_DEVICE u32 of_thread(u32 v, int thread) {
-  int lane = (in_wave() & 32) | (thread & 31);
+  int lane = (in_wave() & kWarpThreads) | (thread & (kWarpThreads - 1));
   return static_cast<u32>(__builtin_amdgcn_ds_bpermute(4 * lane, static_cast<int>(v)));
 }
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) {
@@ -236,7 +237,7 @@ KOG_DEVICE u32 shuffle_xor(u32 v, int mask) {
     case 8: return permuted<kRowRotate8>(v);
     case 4: return swizzled<4>(v);
     case 16: return swizzled<16>(v);
-    default: return of_thread(v, (in_wave() ^ mask) & 31);
+    default: return of_thread(v, (in_wave() ^ mask) & (kWarpThreads - 1));
   }
 }
 KOG_DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
@@ -246,8 +247,8 @@ KOG_DEVICE u64 shuffle_xor(u64 v, int mask) {
   return shuffle_xor(static_cast<u32>(v), mask) | static_cast<u64>(shuffle_xor(static_cast<u32>(v >> 32), mask)) << 32;
 }
 KOG_DEVICE float shuffle_down(float v, int by) {
-  int from = (in_wave() & 31) + by;
-  return float_of(of_thread(bits_of(v), from < 32 ? from : from - by));
+  int from = (in_wave() & (kWarpThreads - 1)) + by;
+  return float_of(of_thread(bits_of(v), from < kWarpThreads ? from : from - by));
 }
 KOG_DEVICE u32 shuffle(u32 v, int thread) { return of_thread(v, thread); }
 KOG_DEVICE float shuffle(float v, int thread) { return float_of(of_thread(bits_of(v), thread)); }

@@ -10,7 +10,7 @@ namespace kog {
 template <int kRows>
 KOG_DEVICE int thread_in_stream(const Block& b) {
   if constexpr (kColumns == 1) return b.thread;
-  return b.warp * 32 + b.in_warp % kRows * (32 / kRows) + b.in_warp / kRows;
+  return b.warp * kWarpThreads + b.in_warp % kRows * (kWarpThreads / kRows) + b.in_warp / kRows;
 }
 
 // In the place of CUDA's ring, by its name.

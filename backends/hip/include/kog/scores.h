@@ -35,7 +35,7 @@ struct Scores {
     for (int t = 0; t < kDimSteps; t++) {
 #pragma unroll
       for (int h = 0; h < kGroupHeads; h++) {
-        uint4 q = of_quarter[t * 32 + 4 * h];
+        uint4 q = of_quarter[t * kWarpThreads + 4 * h];
 #pragma unroll
         for (int j = 0; j < kTileRows / 8; j++) {
           s[j][h] = dot2<kF16>(keys.w[j][2 * t], q.x, s[j][h]);

@@ -54,6 +54,7 @@ using i64 = long long;
 template <class T>
 using Memory = T*;
 
+constexpr int kWarpThreads = 32;
 #ifndef KOG_WAVE
 constexpr int kMostHeldRanks = 64;
 constexpr bool kMaskInRegister = true;

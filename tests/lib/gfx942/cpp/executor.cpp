@@ -86,11 +86,16 @@ void meet_at_barrier(Machine&, Wave& w) {
 }
 
 namespace {
-void note_in_flight(Machine::InFlight& most, const Wave& w) {
+void note_in_flight(Machine& m, const Wave& w, int vector) {
     auto wide = [](const Flight& f) { return f.kind == Flight::LOAD && f.bytes == 16; };
+    const u32 count = u32(std::count_if(w.vector_queue.begin(), w.vector_queue.end(), wide));
+    auto& most = m.most[w.pc - 1];
     most.vector = std::max(most.vector, u32(w.vector_queue.size()));
     most.scalar = std::max(most.scalar, u32(w.scalar_queue.size()));
-    most.wide = std::max(most.wide, u32(std::count_if(w.vector_queue.begin(), w.vector_queue.end(), wide)));
+    most.wide = std::max(most.wide, count);
+    if (w.vector_queue.size() <= size_t(vector)) return;
+    m.weights[w.pc - 1].waits++;
+    m.weights[w.pc - 1].wide += count;
 }
 }  // namespace
 
@@ -103,7 +108,7 @@ void wait_for(Machine& m, Wave& w, int vector, int scalar) {
         m.waits = true;
         return;
     }
-    note_in_flight(m.most[w.pc - 1], w);
+    note_in_flight(m, w, vector);
     m.awaited[w.pc - 1] += w.vector_queue.size() > size_t(vector) || (scalar < 15 && w.scalar_queue.size() > size_t(scalar));
     land(m, w, w.vector_queue, size_t(vector));
     if (scalar < 15) land_scalar(m, w, size_t(scalar));
@@ -131,6 +136,7 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
     m->executed.assign(count, 0);
     m->awaited.assign(count, 0);
     m->most.assign(count, {});
+    m->weights.assign(count, {});
     m->touched.assign(count, 0);
     m->ranges.assign(ranges, ranges + num_ranges);
     m->stored.assign(num_ranges, false);
@@ -223,5 +229,6 @@ const u64* gfx_executed(Machine* m) { return m->executed.data(); }
 const u64* gfx_touched(Machine* m) { return m->touched.data(); }
 const u64* gfx_awaited(Machine* m) { return m->awaited.data(); }
 const Machine::InFlight* gfx_in_flight(Machine* m) { return m->most.data(); }
+const Machine::Weights* gfx_weights(Machine* m) { return m->weights.data(); }
 void gfx_free(Machine* m) { delete m; }
 }

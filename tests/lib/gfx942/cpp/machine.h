@@ -46,6 +46,10 @@ struct Machine {
         u32 vector, scalar, wide;  // operations that vmcnt and lgkmcnt count; loads of 16 bytes a lane among them
     };
     std::vector<InFlight> most;  // what a wave had in flight at most when it came to each wait, in adversarial memory
+    struct Weights {
+        u64 waits, wide;  // that waited for what vmcnt counts, and loads of 16 bytes a lane in flight then, added up
+    };
+    std::vector<Weights> weights;
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
     std::vector<bool> stored;  // plainly, to each range

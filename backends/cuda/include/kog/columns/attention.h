@@ -29,10 +29,11 @@ KOG_DEVICE void finish_split(Block& b) {
   rejoin();
 }
 KOG_DEVICE void await_splits(Block& b, const Span& span, u32 epoch) {
-  int at[(kSplits + 31) / 32];
+  constexpr int kFlags = (kSplits + kWarpThreads - 1) / kWarpThreads;
+  int at[kFlags];
 #pragma unroll
-  for (int i = 0; i < (kSplits + 31) / 32; i++) {
-    int split = i * 32 + b.in_warp;
+  for (int i = 0; i < kFlags; i++) {
+    int split = i * kWarpThreads + b.in_warp;
     at[i] = split < span.used ? split_flag(b, b.column, span.head, split) : -1;
   }
   await<false>(b, Step::kAttentionJoin, at, epoch);
@@ -48,7 +49,7 @@ template <class Put>
 KOG_DEVICE void join_few(Block& b, const Span& span, u32 phase, Put put) {
   int pairs = (kQueries - span.split + span.used - 1) / span.used * (kHeadDim / 2);
 #pragma unroll 1
-  for (int n = 32 * b.warp; n < pairs; n += 32 * kWarps) {
+  for (int n = kWarpThreads * b.warp; n < pairs; n += kConsumers) {
     int i = n + b.in_warp, pair = i % (kHeadDim / 2);
     int query = span.split + i / (kHeadDim / 2) * span.used;
     u32 w[2 * kMerged], both[kMerged];
@@ -119,12 +120,12 @@ KOG_DEVICE void await_attention(Block& b, u32 epoch) {
   using S = OperandLayout<Stage>;
   constexpr bool kWholeHeads = S::kPartValues % kHeadDim == 0;
   constexpr int kCount = S::kPartValues / kHeadDim + (kWholeHeads ? 0 : 2);
-  constexpr int kFlags = (kCount * kColumns + 31) / 32;
+  constexpr int kFlags = (kCount * kColumns + kWarpThreads - 1) / kWarpThreads;
   int first = S::first_value(b) / kHeadDim, last = S::first_value(b) + S::kPartValues, at[kFlags];
   last = last < Stage::kCols ? last : Stage::kCols;
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
-    int n = i * 32 + b.in_warp, head = first + n / kColumns, column = n % kColumns;
+    int n = i * kWarpThreads + b.in_warp, head = first + n / kColumns, column = n % kColumns;
     at[i] = column < b.p.num_requests && head * kHeadDim < last ? head_flag(b, column, head) : -1;
   }
   await<true>(b, Step::kOProjInput, at, epoch);

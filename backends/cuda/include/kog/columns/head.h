@@ -31,7 +31,7 @@ KOG_DEVICE u64* argmax_of_column(const Block& b, int column) {
 // This block's best of every column, from its threads' best of their own, and beside each the host's word, which
 // thread 0 of block 0 brings: whichever columns have logits, all hear it. Threads of a column lie side by side.
 KOG_DEVICE void publish_best(Block& b, const Candidate& mine, int column, u64 epoch, u32 control) {
-  constexpr int kRows = LmHead::kUnitRows < 32 ? LmHead::kUnitRows : 32;
+  constexpr int kRows = LmHead::kUnitRows < kWarpThreads ? LmHead::kUnitRows : kWarpThreads;
   Candidate* local = reinterpret_cast<Candidate*>(b.scratch);  // [column][warp]
   u32* said = reinterpret_cast<u32*>(local + kColumns * kWarps);
   static_assert(kColumns * kWarps * sizeof(Candidate) + sizeof(u32) <= kScratchBytes);
@@ -53,11 +53,11 @@ KOG_DEVICE int column_argmax_block(int column) { return column * kBlocks / kColu
 
 // The best of a rank's blocks, and the host's word, which block 0 of rank 0 brought.
 KOG_DEVICE Candidate best_of_rank(Block& b, int rank, int column, u64 epoch, u32& control) {
-  constexpr int kEach = (kBlocks + 31) / 32;  // of a thread, on their way together
+  constexpr int kEach = (kBlocks + kWarpThreads - 1) / kWarpThreads;  // of a thread, on their way together
   return poll_candidates<kEach>(
       b, epoch,
-      [&](int i) { return best_of_column(b, epoch, column, rank * kBlocks + 32 * i + b.in_warp); },
-      [&](int i) { return 32 * i + b.in_warp < kBlocks; }, control);
+      [&](int i) { return best_of_column(b, epoch, column, rank * kBlocks + kWarpThreads * i + b.in_warp); },
+      [&](int i) { return kWarpThreads * i + b.in_warp < kBlocks; }, control);
 }
 KOG_DEVICE void pick_argmax(Block& b, int column, u64 epoch) {
   u32 control;

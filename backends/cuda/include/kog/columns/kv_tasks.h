@@ -43,7 +43,7 @@ struct Deal {
     u32 sum = static_cast<u32>(count);
 #pragma unroll
     for (int by = 1; by < kColumns; by *= 2) {
-      u32 other = shuffle(sum, (b.in_warp - by) & 31);
+      u32 other = shuffle(sum, (b.in_warp - by) & (kWarpThreads - 1));
       sum += b.in_warp < by ? 0 : other;
     }
     before = static_cast<int>(sum) - count;

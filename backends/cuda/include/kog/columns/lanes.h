@@ -72,7 +72,7 @@ struct Reduction {
 
   // The sum of a thread of piece n of this block's.
   KOG_DEVICE static float* joined(const Block& b, int n) {
-    return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * 32 + b.in_warp;
+    return reinterpret_cast<float*>(b.scratch + kJoinedAt) + n * kWarpThreads + b.in_warp;
   }
 
   // An output to whoever needs it.

@@ -151,14 +151,14 @@ KOG_DEVICE void await_mlp(Block& b, u32 epoch) {
   constexpr int kRows = GateUpProj::kUnitRows, kUnits = GateUpProj::kUnits,
                 kGroup = GateUpProj::kGroup;
   constexpr int kMost = (2 * S::kPartValues / kRows + 1) * kGroup / kUnits + 2;  // blocks
-  constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + 31) / 32;
+  constexpr int kFlags = ((kMost < kGroup ? kMost : kGroup) + kWarpThreads - 1) / kWarpThreads;
   int first = S::first_value(b), last = first + S::kPartValues, at[kFlags];
   last = last < DownProj::kCols ? last : DownProj::kCols;
   int from = rotated_owner<GateUpProj>(2 * first / kRows);
   int to = rotated_owner<GateUpProj>((2 * last - 1) / kRows);
 #pragma unroll
   for (int i = 0; i < kFlags; i++) {
-    int group_index = from + i * 32 + b.in_warp;
+    int group_index = from + i * kWarpThreads + b.in_warp;
     at[i] = first < last && group_index <= to ? mlp_flag(b, group_index) : -1;
   }
   await<true>(b, Step::kDownProjInput, at, epoch);

@@ -13,7 +13,7 @@ KOG_DEVICE void publish_parts(Block& b, u32 phase) {
   u32* to = lane_words<PartWords>(b);
   int first = b.group_index * kHidden / kGroup, rows = (b.group_index + 1) * kHidden / kGroup - first;
 #pragma unroll 1
-  for (int n = b.warp * 32; n < rows * b.p.num_requests; n += kWarps * 32) {
+  for (int n = b.warp * kWarpThreads; n < rows * b.p.num_requests; n += kConsumers) {
     int item = n + b.in_warp, column = item / rows, row = first + item % rows;
     bool mine = column < b.p.num_requests;
     float v = part_of(mine ? x.value(b, column, row) : 0, gains[row],

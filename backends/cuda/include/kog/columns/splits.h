@@ -115,7 +115,7 @@ KOG_DEVICE void merge_head(Block& b) {
   u32 phase = phase_of(iteration_of(b)), epoch = epoch_of(iteration_of(b));
   HeadScratch scratch(b);
 #pragma unroll 1
-  for (int n = b.thread; n < used * kPartPairs; n += 32 * kWarps) {
+  for (int n = b.thread; n < used * kPartPairs; n += kConsumers) {
     int split = n / kPartPairs, query = n % kPartPairs / (kHeadDim / 2);
     int pair = n % kPartPairs % (kHeadDim / 2), walked = all.walked(b, split);
     float top = kNoScore;
@@ -132,7 +132,7 @@ KOG_DEVICE void merge_head(Block& b) {
   if (used == 1) return;
   sync_consumers();
 #pragma unroll 1
-  for (int n = b.thread; n < kPartPairs; n += 32 * kWarps) {
+  for (int n = b.thread; n < kPartPairs; n += kConsumers) {
     int query = n / (kHeadDim / 2);
     u32 both[kMerged];
     float top[kMerged];

@@ -15,9 +15,9 @@ namespace kog::columns {
 // columns.
 constexpr int kSharing = kSlice <= 64 ? 2 : 1;
 constexpr int kMine = kColumns / kSharing;  // columns of a thread
-KOG_DEVICE int first_column(const Block& b) { return b.in_warp / (32 / kSharing) * kMine; }
+KOG_DEVICE int first_column(const Block& b) { return b.in_warp / (kWarpThreads / kSharing) * kMine; }
 // The first of this thread's elements of group i of its warp's slice, counted from there.
-KOG_DEVICE int in_slice(const Block& b, int i) { return i * 128 + b.in_warp % (32 / kSharing) * 4; }
+KOG_DEVICE int in_slice(const Block& b, int i) { return i * 128 + b.in_warp % (kWarpThreads / kSharing) * 4; }
 
 // Layers that the launch has run before this one; and what their flags carry.
 KOG_DEVICE int iteration_of(const Block& b) { return steps_of(b) * kLayers + b.layer; }
@@ -212,7 +212,7 @@ KOG_DEVICE void stage_streams(Block& b, Step wait, const From& x, int norm, int 
       sync_warp();  // all have read what is overwritten
     }
   }
-  int sharers = 32 / kColumns;  // that share a column's sum
+  int sharers = kWarpThreads / kColumns;  // that share a column's sum
   float sum = sum_columns<kSharing>(b, square);
   if (b.in_warp % sharers == 0) b.small->squares[b.in_warp / sharers * kWarps + b.warp] = sum;
   sync_staged<kOwn>();
@@ -238,7 +238,7 @@ KOG_DEVICE void raise_rows(const Block& b, int piece, u32 epoch) {
   constexpr int kRows = Stage::kUnitRows;
   sync_warp();
   // Asked anew: known ahead of a loop of batches, what is derived from it would be kept while it multiplies.
-  int quad = thread_index() % 32, row = piece / OperandLayout<Stage>::kPieces * kRows + 4 * quad;
+  int quad = thread_index() % kWarpThreads, row = piece / OperandLayout<Stage>::kPieces * kRows + 4 * quad;
   if (quad < kRows / 4 && row < kHidden) store_relaxed(lane_words<Hints>(b) + row / 4, epoch);
   rejoin();
 }

@@ -14,7 +14,7 @@ static_assert(kColumns == 1);
 
 template <class Stage>
 struct OperandLayout {
-  static constexpr int kRowThreads = 32 / Stage::kFragmentRows;
+  static constexpr int kRowThreads = kWarpThreads / Stage::kFragmentRows;
   static constexpr int kStepValues = kRowThreads * kThreadValues;
   static constexpr int kUnitWords = Stage::kUnitRows;  // sums
   static constexpr int kPartStride = Stage::kBatch * kUnitWords;

@@ -20,7 +20,7 @@ constexpr int kPieceValueWords = kThreadValues / 2;  // of a column's eight valu
 
 template <class Stage>
 struct OperandLayout {
-  static constexpr int kSetColumns = Stage::kFragmentRows, kValuePieces = 32 / kSetColumns;
+  static constexpr int kSetColumns = Stage::kFragmentRows, kValuePieces = kWarpThreads / kSetColumns;
   static constexpr int kStepValues = kValuePieces * kThreadValues;  // of K
   static constexpr int kCopies = Stage::kWide ? 2 : 1;              // high and low
   static constexpr int kTokens = kColumns < kSetColumns / kCopies ? kColumns : kSetColumns / kCopies;  // of a set
@@ -31,9 +31,9 @@ struct OperandLayout {
   static constexpr int kThreadStride = kRowWords;
   static constexpr int kUnitWords = Stage::kUnitRows * kColumns;  // sums
   // A warp finishes a piece of a unit at a time, a sum a thread.
-  static constexpr int kPieces = kUnitWords > 32 ? kUnitWords / 32 : 1;
+  static constexpr int kPieces = kUnitWords > kWarpThreads ? kUnitWords / kWarpThreads : 1;
   static constexpr int kPieceWords = kUnitWords / kPieces;
-  static_assert(kPieceWords <= 32 && kWarps % kPieces == 0);
+  static_assert(kPieceWords <= kWarpThreads && kWarps % kPieces == 0);
   static constexpr int kRounds = (Stage::kBatch * kPieces + kWarps - 1) / kWarps;  // of a batch
   // Sums of wide stages lie in the place of operands, which are registers by then: each part's in that of its own, or
   // (kSumsOver) of others.
