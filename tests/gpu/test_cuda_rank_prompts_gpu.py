@@ -39,7 +39,7 @@ COUNT, CHUNK = 6, 128
 # Most that keys and values of the library and of the kernel are apart, over their own norm, and log-probabilities of
 # first tokens. Rounding alone, in bfloat16 and in float32 on a CPU, takes 1B's 0.3 to 0.9 apart
 # (benchmarks/cuda-log.md#rank-passes); other streams or weights, units.
-NARROW = LARGE | {"intermediate_size": 1024, "max_context": 2048}
+NARROW = LARGE | {"intermediate_size": 1024, "vocab_size": 100, "max_context": 2048}
 SPECS = {
     "biases, norms, windows": (
         spec_of(

@@ -56,9 +56,6 @@ class HipFiberBackend(FiberBackend, HipBackend):
     def _open_devices(self):
         return [torch.device("cpu")] * self.num_devices, GPUS["mi300x"]
 
-    def _compile(self, source, layout):
-        hip_walk(layout, source.removesuffix(".cu"), self.wave)
-
     def _load(self, source, entry, layout):
         return HipFiberKernel(layout, (source.removesuffix(".cu"), self.wave), self._seed)
 
