@@ -38,8 +38,8 @@ CHUNKED = Crossover(8, 48)
 CHUNKED_LANES = Crossover(8, 24)
 # On several GPUs, seconds of a layer: of a pass behind a cached prefix, which is eager and queued for each GPU in turn,
 # for two; of a fresh prompt's graph of 128 tokens, an estimate; and of a chunk, beside its bytes. Measured on two H200s
-# (benchmarks/cuda-log.md#rank-passes): 18 to 20 ms of Llama-3.2-1B alone and 38 to 40 of Qwen3-8B by the host; chunks
-# 0.52 and 2.4 ms, of Laneformer-2B 0.84.
+# (benchmarks/cuda-log.md#rank-passes) with 16-bit weights: 18 to 20 ms of Llama-3.2-1B alone and 38 to 40 of Qwen3-8B
+# by the host; chunks 0.52 and 2.4 ms, of Laneformer-2B 0.84. For narrow weights an estimate.
 RANKS_LAYER_S, GRAPH_LAYER_S, CHUNK_LAYER_S = 1.15e-3, 0.25e-3, 16e-6
 # Of narrow weights: Qwen3-8B int4 and FP8 and Llama-3.2-1B on one H200 (benchmarks/cuda-log.md#narrow-prompts).
 CHUNKED_NARROW = Crossover(16, 24)

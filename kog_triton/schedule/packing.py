@@ -12,7 +12,7 @@ from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.schedule import Stage
 
-PLACE_BYTES = 64  # that a product's kernel counts in: int32 reach any GPU's memory
+PLACE_BYTES = 64  # that a product's kernel counts in: 32 bits reach 274 GB
 
 
 def pack_blocks(
@@ -80,11 +80,12 @@ def fragment_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> 
 
 def group_places(lowering: CudaLowering, stage: Stage, units: np.ndarray) -> np.ndarray:
     """What a product's kernel knows of every group of rows of a fragment, int32 [shards, groups, 4]: where its block's
-    run of the stage begins, in 64 bytes, how many of the run's fragments come before its unit, the first warp that has
-    its rows, and 0."""
+    run of the stage begins, in 64 bytes (unsigned), how many of its fragments come before the unit, the first warp
+    that has its rows, and 0."""
     parts, pack = lowering.tilings[stage.name].k_parts, lowering.weights[stage.name].pack
     begin, before = np.repeat(units, WARPS // parts, 2)
     begin = begin // lowering.fragments * (lowering.ring_slot_bytes // PLACE_BYTES)
+    assert begin.max(initial=0) < 2**32
     first = np.tile(np.arange(0, WARPS, parts), units.shape[2])
     groups = [begin, before // pack, np.broadcast_to(first, begin.shape), np.zeros_like(begin)]
     return np.stack(groups, -1).astype(np.int32)

@@ -52,9 +52,11 @@ class ProductKernel:
     tokens   of a tile
     groups   warpgroups that multiply, 64 rows each
     blocks   K blocks of 32 values that are multiplied at once
-    step_us  of a tile's stage when all multiprocessors multiply, one H200
+    stages   of the ring
+    step_us  of a tile's stage when all multiprocessors multiply, one H200; of narrow weights taken for bf16's
     join_us  what it adds that blocks share tiles, likewise
-    halves    of a stage of the ring, of `blocks` each
+    halves   of a stage of the ring, of `blocks` each
+    weights  how the rows lie that it reads
     """
 
     tokens: int
@@ -97,7 +99,7 @@ class ProductKernel:
 
     @property
     def stored(self) -> int:
-        """Tokens of a warpgroup that are on their way out at once."""
+        """Tokens of a warpgroup that are on their way out at once: fewer where a third stage then fits."""
         return min(self.tokens, 64 // self.halves)
 
     @property
@@ -202,7 +204,7 @@ def render_product(kernel: ProductKernel, dtype: DType, parts: bool = False) -> 
     parts  the sums of each part of a tile stay where they are, for what comes next to add (short_pass.h)
     """
     numbers = {
-        "kUnit": PLACE_BYTES,
+        "kPlaceBytes": PLACE_BYTES,
         "kTokens": kernel.tokens,
         "kGroups": kernel.groups,
         "kBlocks": kernel.blocks,

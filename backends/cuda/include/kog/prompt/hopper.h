@@ -16,7 +16,7 @@ KOG_DEVICE void bulk_copy(u32 to, const void* from, int bytes, u32 barrier) {
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// 16 bytes by each thread, and its word at the barrier once they are there.
+// 16 bytes by each thread, and its arrival at the barrier once they are there.
 KOG_DEVICE void copy_16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

@@ -13,23 +13,26 @@ constexpr int kPieceBytes = kFragments * kFragmentBytes;
 constexpr int kRecord = Weights::kRecordBytes, kOdd = kFragments * kRecord % 16;
 constexpr int kScaleBytes = kFragments * kRecord + (kOdd ? 16 - kOdd : 0);
 constexpr int kSlabBytes = kWarps * (kFragmentBytes + kRecord);  // of a fragment of all warps
-static_assert(kOdd == 0 || 16 % kOdd == 0);
+static_assert((kOdd == 0 || 16 % kOdd == 0) && kSlabBytes % kPlaceBytes == 0);
+static_assert(kStageBlocks % Weights::kPack == 0);
 
-constexpr int kSlab = kSlabBytes / kUnit;
+constexpr int kSlab = kSlabBytes / kPlaceBytes;
 
 struct Pieces {
-  u32 from;  // where these rows' first part of K is, were their run without other stages' slots, in kUnit bytes
+  u32 from;  // where these rows' first part of K is, were their run without other stages' slots, in kPlaceBytes
   int fragment, warp;
 
   Pieces() = default;
   KOG_DEVICE explicit Pieces(const int4& group)
-      : from(group.x + group.y * kSlab + group.z * (kFragmentBytes / kUnit)), fragment(group.y), warp(group.z) {}
+      : from(static_cast<u32>(group.x) + static_cast<u32>(group.y * kSlab + group.z * (kFragmentBytes / kPlaceBytes))),
+        fragment(group.y),
+        warp(group.z) {}
   // From `part` on, of all parts of K of all slabs; `reciprocal` of p.ring_slot, times 65,536.
   KOG_DEVICE const u8* codes(const Product& p, int part, u32 reciprocal) const {
     int ahead = part >> p.slab_shift, slot = (fragment + ahead) * reciprocal >> 16;
     u32 others = p.ring_slot_step - p.ring_slot * kSlab;  // between two of the block's slots
-    u32 at = from + slot * others + (ahead * kSlab + inside(p, part) * (kFragmentBytes / kUnit));
-    return p.arena + static_cast<u64>(at) * kUnit;
+    u32 at = from + slot * others + (ahead * kSlab + inside(p, part) * (kFragmentBytes / kPlaceBytes));
+    return p.arena + static_cast<u64>(at) * kPlaceBytes;
   }
   KOG_DEVICE const u8* scales(const Product& p, int part, const u8* codes) const {
     int owner = warp + inside(p, part);

@@ -2,7 +2,8 @@
 // run it on a CPU.
 //
 // Values are the checkpoint's, by float32 operations that round once each, rounded to 16 bits: the weights of a model
-// that was unpacked before it was loaded. The generated header has Weights, kFragK and kF16 (layout/header.py).
+// that was unpacked before it was loaded, but for the sign of zero. The generated headers have Weights, kFragK and kF16
+// (layout/prompt.py, layout/unpack.py).
 #pragma once
 #include <kog/codes.h>
 
@@ -82,7 +83,8 @@ struct Beside {
       point = Weights::kCodes == kInt8 ? whole_less(offsets[index] ^ 0x80u, 128) : static_cast<float>(offsets[index]);
   }
   KOG_DEVICE float of(float value) const { return shifted(product(value - point, scale)); }
-  // Of value i of a step: one operation, which is exact while a scale has no more than float16's 11 bits.
+  // Of value i of a step: one operation, which is exact while a scale has no more than float16's 11 bits and is below
+  // 2^116, as every weight that 16 bits hold has it.
   KOG_DEVICE float of_nibble(u32 q, int i) const {
     int n = nibble_of(i);
     return shifted(fused(above_with_nibble(q, n), scale, product(-above_nibble(n) - point, scale)));

@@ -19,7 +19,7 @@ struct Product {  // the kernel's argument (products.py)
   int steps;                  // K steps of a tile
   int whole;                  // tiles that one block computes
   int slab_shift;             // log2 of parts of K, of which a slab, a fragment of all 16 warps, has one fragment each
-  int ring_slot, ring_slot_step;  // slabs a ring slot; from one to the next of a block's stream, in kUnit bytes
+  int ring_slot, ring_slot_step;  // slabs a ring slot; from one to the next of a block's stream, in kPlaceBytes
 };
 
 struct Segment {

@@ -4,6 +4,7 @@
 #pragma once
 #include <kog/ptx.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
@@ -42,10 +43,17 @@ inline u32 shared_address(const void* p) {
   return static_cast<u32>(static_cast<const u8*>(p) - host::current->block->shared);
 }
 inline bool elected() { return host::thread() == 0; }
+inline void need_aligned(u32 to, const void* from, u32 bytes) {
+  if ((to | bytes | static_cast<u32>(reinterpret_cast<uintptr_t>(from))) % 16 != 0) std::abort();
+}
 inline void bulk_copy(u32 to, const void* from, int bytes, u32 barrier) {
+  need_aligned(to, from, static_cast<u32>(bytes));
   bulk_load(host::at_shared(to), from, static_cast<u32>(bytes), reinterpret_cast<u64*>(host::at_shared(barrier)), 0);
 }
-inline void copy_16(u32 to, const void* from) { std::memcpy(host::at_shared(to), from, 16); }
+inline void copy_16(u32 to, const void* from) {
+  need_aligned(to, from, 16);
+  std::memcpy(host::at_shared(to), from, 16);
+}
 inline void arrive_behind_copies(u32 barrier) { barrier_arrive(reinterpret_cast<u64*>(host::at_shared(barrier))); }
 inline void wait_for_launch_before() {}
 inline void start_launch_behind() {}
