@@ -136,7 +136,7 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
 
     in_prompt = where == "prompt"
     given_up = request(0, long_prompt(name) if in_prompt else SHORT, RULED, 2 * sizes.count)
-    beside = request(1, (9,), GREEDY, 2 * sizes.count, mask=replace_it)
+    beside = request(1, (9,), GREEDY, 3 * sizes.count, mask=replace_it)
     mailbox.post(given_up if in_prompt else replace(given_up, mask=give_up))
     mailbox.post(beside)
     if in_prompt:
