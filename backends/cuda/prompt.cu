@@ -52,7 +52,7 @@ struct Stage {
 
 KOG_DEVICE void copy_weights(const Product& p, const Walk& walk, const Shared& shared, int warp) {
   Stage stage;
-  u32 reciprocal = (65535 + p.ring_slot) / p.ring_slot;  // exact below 32,768 fragments, for 4 a ring slot
+  u32 reciprocal = ring_slot_reciprocal(p);
   for (int i = 0; i < walk.count; i++) {
     Segment segment = walk.at(p, i);
     const int4* groups = p.groups + (place_of(p, segment.tile).row_tile * kWeightWarps + warp) * kPieces;
@@ -79,7 +79,7 @@ KOG_DEVICE void copy_scales(const Product& p, const Walk& walk, const Shared& sh
   constexpr int kEach = kScaleBytes > 0 ? kScaleBytes / 16 : 1;  // copies a piece
   constexpr int kCopies = kRows / 8 * kEach, kOwn = (kCopies + 31) / 32;
   Stage stage;
-  u32 reciprocal = (65535 + p.ring_slot) / p.ring_slot;
+  u32 reciprocal = ring_slot_reciprocal(p);
   for (int i = 0; i < walk.count; i++) {
     Segment segment = walk.at(p, i);
     const int4* groups = p.groups + place_of(p, segment.tile).row_tile * (kRows / 8);

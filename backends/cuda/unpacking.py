@@ -1,5 +1,4 @@
-"""Narrow matrices in 16 bits, for products of prompts that no kernel reads them for: one stage of a layer at a time
-(unpack.cu)."""
+"""Narrow matrices that the kernels of products do not read, in 16 bits: one stage of a layer at a time (unpack.cu)."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ class Unpacking:
 
     biases  the kernel's, with the scales of rows (memory.py)
     load    makes the kernel of weights that lie so ready
-    stages  which ones
+    stages  those whose matrices are unpacked
     rank    whose arena it is
     """
 
@@ -82,22 +81,15 @@ class Unpacking:
         self._fragments = torch.from_numpy(np.concatenate(tables)).to(arena.device)
         self._begins = {where: self._fragments[at:].data_ptr() for where, at in begins.items()}
 
-    def queue(self, layer: int, stage: str, stream: int) -> None:
-        """Put the matrices of a stage into `buffer`, behind what the stream still does."""
+    def run(self, layer: int, stage: str) -> Tensor:
+        """The part of `buffer` that has a stage's matrices until the next run, behind what torch's current stream still
+        does: uint8 [fragments of all warps * their bytes]."""
         call, launch = self._stages[stage]
         call.fragments = self._begins[stage, layer]
         row_scales = row_scales_at(self._lowering, stage, layer, self._rank)
         call.row_scales = self._biases.data_ptr() + row_scales
-        launch(stream)
-
-    def run(self, layer: int, stage: str) -> Tensor:
-        """`queue` on torch's current stream: the part of `buffer` with the matrices, until the next one."""
         device = self.buffer.device
-        self.queue(
-            layer,
-            stage,
-            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
-        )
+        launch(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         found = self._lowering.schedule.stage(stage)
         return self.buffer[
             : wide_fragments(self._lowering, found) * wide_fragment_bytes(self._lowering)

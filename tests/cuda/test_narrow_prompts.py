@@ -304,13 +304,11 @@ INSTRUCTIONS = {"int4-g128": 3.5, "int4-g128-zp": 4, "q8_0": 6, "mxfp4": 7}  # a
         ("int4-g128", 4),
         ("fp8-block", 4),
         *(
+            # MXFP4's loops of 16 and 32 tokens have the wait for a stage inside: they are no innermost ones.
             pytest.param(kind, which, marks=pytest.mark.slow)
             for kind in KINDS
-            for which in range(5)
+            for which in range(2 if kind == "mxfp4" else 0, 5)
             if (kind, which) not in (("int4-g128", 4), ("fp8-block", 4))
-            and (
-                kind != "mxfp4" or which > 1
-            )  # of fewer tokens the wait for a stage lies in the loop
         ),
     ],
 )

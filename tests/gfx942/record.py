@@ -83,7 +83,7 @@ def hip(seeds: int) -> list[Row]:
 
 
 def ranks(seeds: int) -> list[Row]:
-    """The same on two GPUs."""
+    """Rows of whole requests by the HIP kernel on two simulated GPUs, `seeds` runs each (hip_ranks.py)."""
     asked = hip_ranks.asked()
     return [
         hip_row(case, name, hip_ranks.walk(case), tokens, seeds) for case, name, tokens in asked

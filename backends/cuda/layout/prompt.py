@@ -56,7 +56,7 @@ class ProductKernel:
     step_us  of a tile's stage when all multiprocessors multiply, one H200; of narrow weights taken for bf16's
     join_us  what it adds that blocks share tiles, likewise
     halves   of a stage of the ring, of `blocks` each
-    weights  how the rows lie that it reads
+    weights  how those lie that it reads
     """
 
     tokens: int
@@ -159,7 +159,7 @@ def takes(lowering: CudaLowering, stage: Stage) -> bool:
 
 
 def product_kernels(lowering: CudaLowering) -> tuple[ProductKernel, ...]:
-    """Of all kinds of a model's matrices that they read."""
+    """Of all kinds of a model's matrices that they read; of 16-bit weights where they read none."""
     stages = [s for s in layer_matrices(lowering.schedule) if takes(lowering, s)]
     kinds = dict.fromkeys(lowering.weights[s.name] for s in stages)
     return tuple(kernel for weights in kinds or {WIDE: None} for kernel in kernels_of(weights))

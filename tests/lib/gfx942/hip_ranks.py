@@ -101,7 +101,7 @@ class HipRankWalk(HipWalk):
 
 @cache
 def walk(case: str, includes: tuple[Path, ...] = INCLUDES) -> HipRankWalk:
-    """Of two GPUs."""
+    """The kernel's machine code for a model of SPECS on two simulated GPUs, a rank each."""
     return HipRankWalk(SPECS[case], ArrayWeights(SPECS[case]), 2, BLOCKS, includes=includes)
 
 

@@ -198,7 +198,7 @@ KOG_DEVICE int find_bin(const Block& b, const Level& level, bool by_count, u64 t
     Sums left = to_here.of_thread(b.in_warp >= by ? b.in_warp - by : 0);
     if (b.in_warp >= by) to_here = to_here.plus(left);
   }
-  u32 reversed = reached(before.plus(to_here)) ? 31u - static_cast<u32>(b.in_warp) : 0u;
+  u32 reversed = reached(before.plus(to_here)) ? static_cast<u32>(kWarpThreads - 1 - b.in_warp) : 0u;
   int thread = kWarpThreads - 1 - static_cast<int>(largest_of_warp(reversed));
   before = before.plus(to_here.minus(own).of_thread(thread));
   int bin = kOwnBins * thread;

@@ -27,19 +27,22 @@ struct Pieces {
       : from(static_cast<u32>(group.x) + static_cast<u32>(group.y * kSlab + group.z * (kFragmentBytes / kPlaceBytes))),
         fragment(group.y),
         warp(group.z) {}
-  // From `part` on, of all parts of K of all slabs; `reciprocal` of p.ring_slot, times 65,536.
-  KOG_DEVICE const u8* codes(const Product& p, int part, u32 reciprocal) const {
-    int ahead = part >> p.slab_shift, slot = (fragment + ahead) * reciprocal >> 16;
+  // From these rows' fragment `index` on, counted through all parts of K of a slab, then of the next one.
+  KOG_DEVICE const u8* codes(const Product& p, int index, u32 reciprocal) const {
+    int ahead = index >> p.slab_shift, slot = (fragment + ahead) * reciprocal >> 16;
     u32 others = p.ring_slot_step - p.ring_slot * kSlab;  // between two of the block's slots
-    u32 at = from + slot * others + (ahead * kSlab + inside(p, part) * (kFragmentBytes / kPlaceBytes));
+    u32 at = from + slot * others + (ahead * kSlab + inside(p, index) * (kFragmentBytes / kPlaceBytes));
     return p.arena + static_cast<u64>(at) * kPlaceBytes;
   }
-  KOG_DEVICE const u8* scales(const Product& p, int part, const u8* codes) const {
-    int owner = warp + inside(p, part);
+  // Of that fragment, whose codes these are: 16 bytes that its scales begin in.
+  KOG_DEVICE const u8* scales(const Product& p, int index, const u8* codes) const {
+    int owner = warp + inside(p, index);
     return codes + (kWarps - owner) * kFragmentBytes + (owner * kRecord & ~15);
   }
-  KOG_DEVICE static int inside(const Product& p, int part) { return part & ((1 << p.slab_shift) - 1); }
+  KOG_DEVICE static int inside(const Product& p, int index) { return index & ((1 << p.slab_shift) - 1); }
 };
+// Of p.ring_slot, times 65,536: exact below 32,768 fragments, for 4 a ring slot.
+KOG_DEVICE u32 ring_slot_reciprocal(const Product& p) { return (65535 + p.ring_slot) / p.ring_slot; }
 
 // Step k of a thread's codes of a fragment in 16 bits. `scales` are the piece's of this stage of K.
 KOG_DEVICE ThreadWords widen(const ThreadWords& codes, const u8* scales, int stage, int fragment, int k, int row,

@@ -83,8 +83,8 @@ struct Beside {
       point = Weights::kCodes == kInt8 ? whole_less(offsets[index] ^ 0x80u, 128) : static_cast<float>(offsets[index]);
   }
   KOG_DEVICE float of(float value) const { return shifted(product(value - point, scale)); }
-  // Of value i of a step: one operation, which is exact while a scale has no more than float16's 11 bits and is below
-  // 2^116, as every weight that 16 bits hold has it.
+  // Of value i of a step: one operation, which is exact while a scale has no more than float16's 11 bits. A scale of
+  // 2^116 or more, which no trained weight has, becomes an infinity.
   KOG_DEVICE float of_nibble(u32 q, int i) const {
     int n = nibble_of(i);
     return shifted(fused(above_with_nibble(q, n), scale, product(-above_nibble(n) - point, scale)));
