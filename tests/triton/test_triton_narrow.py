@@ -1,8 +1,10 @@
 """Narrow weights in the Triton kernel, interpreted, against the reference on what they stand for."""
 
 import os
+from dataclasses import replace
 
 import pytest
+import torch
 import triton
 import triton.language as tl
 
@@ -18,6 +20,7 @@ from kog_triton.backends.triton.kernel import codes
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
 from kog_triton.schedule.triton_codes import TileCodes
 from tests.lib.narrow_stages import STAGES
+from tests.lib.slow import some_always
 from tests.lib.triton_cases import GREEDY, InterpretedBackend
 from tests.lib.triton_narrow import CASES, assert_near, weights_of
 
@@ -36,24 +39,48 @@ def test_stages_compute_what_the_unpacked_values_say(case):
         assert_near(ours, reference, stage)
 
 
-@pytest.mark.parametrize("prefill", ["kernel", pytest.param("library", marks=pytest.mark.slow)])
-def test_requests_take_turns_whose_prompts_go_a_token_at_a_time_or_by_the_library(prefill):
-    """Though one is long enough for the kernel's pass of many tokens, which narrow weights have none of."""
-    weights = weights_of("int4 g32")
-    options = BackendOptions(num_slots=2, max_context=32, prefill=prefill)
-    backend = InterpretedBackend(weights, options)
-    prompts = [tuple(range(5, 5 + CHUNKS_FROM.value + 2)), (7, 9)]
-    requests = [Request(i, p, GREEDY, seed=0, max_tokens=2) for i, p in enumerate(prompts)]
-    mailbox = Mailbox()
+SHARED = {  # of one format each, and of the layouts that differ: zero points, groups within a thread's run, odd sizes
+    "int4 g32": 2,
+    "fp8 blocks, float16": 3,
+    "int8 g64, zero points": 2,
+    "int8 channels": 2,
+    "int4 g128, zero points": 2,
+    "fp8 blocks, odd sizes": 2,
+}
+
+
+def served(weights, requests, slots, **options):
+    """Tokens of each, the cache and the last rows of logits, and the columns of every launch."""
+    options = BackendOptions(num_slots=slots, max_context=32, **options)
+    backend, mailbox, columns = InterpretedBackend(weights, options), Mailbox(), []
+    run = backend.launcher.run
+
+    def watched(rules, chunks, count):
+        columns.append((chunks, count))
+        return run(rules, chunks, count)
+
+    backend.launcher.run = watched
     for request in requests:
         mailbox.post(request)
     backend.generate(mailbox)
-    for request in requests:
-        steps = mailbox.read(request.slot, 0)
-        assert len(steps) == 2
-        said = [*request.prompt, *(step.token for step in steps)]
-        logits = backend.forward_logits(said[:-1])
-        assert logits[len(request.prompt) - 1 :].argmax(-1).tolist() == said[-2:]
+    made = [[s.token for s in mailbox.read(r.slot, 0) if s.token >= 0] for r in requests]
+    return made, backend.memory.pointers, columns
+
+
+@pytest.mark.parametrize(
+    "case", some_always(SHARED, "int4 g32", "fp8 blocks, float16", "int8 g64, zero points")
+)
+def test_a_request_that_shares_its_steps_has_the_bits_that_it_has_alone(case):
+    """As many tokens of each behind prompts of one length, so that all end in one step, whose logits are compared."""
+    weights, count = weights_of(case), SHARED[case]
+    requests = [Request(s, (3 + s, 42 - s), GREEDY, seed=0, max_tokens=3) for s in range(count)]
+    made, together, columns = served(weights, requests, count)
+    assert columns == [(False, 2 if count == 2 else 4)]
+    for slot, one in enumerate(requests):
+        want, alone, _ = served(weights, [replace(one, slot=0)], 1)
+        assert [made[slot]] == want and len(made[slot]) == 3
+        assert torch.equal(together.kv[slot, ..., :4, :], alone.kv[0, ..., :4, :])
+        assert torch.equal(together.logits[slot], alone.logits[0])
 
 
 @triton.jit
