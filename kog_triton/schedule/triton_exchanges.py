@@ -31,7 +31,10 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after
     "gate_up_proj": ("gate_up_proj", *MEET),
     "down_proj": ("down_proj", *MEET),
 }
-PREPARED = {"o_proj": "attention", "down_proj": "mlp"}  # stages whose narrow weights meet what is made of these
+PREPARED = {
+    "o_proj": "attention",
+    "down_proj": "mlp",
+}  # stages whose narrow weights meet what is made of these
 SHARED_STEPS = {  # of a step that requests share (backends/triton/kernel/shared_step.py): all meet after each
     "qkv_proj": ("feed", *MEET, "qkv_proj", *MEET),
     "attention": ("attention", *MEET, "attention_join", *MEET),
@@ -111,11 +114,18 @@ def _arrivals(t: Tiles) -> ex.Exchange:
 def _operands(t: Tiles) -> tuple[ex.Exchange, ...]:
     """What matrices read of a column, if requests share a step: of the stream, and of what `prepare` makes operands."""
     to = tuple(ex.Reader(step) for step in ("qkv_proj", "gate_up_proj", "lm_head"))
-    words = max(t.hidden_size // 2, *(s.operands for s in (t.stages[0], t.stages[2]) if s.is_narrow), 0)
+    words = max(
+        t.hidden_size // 2, *(s.operands for s in (t.stages[0], t.stages[2]) if s.is_narrow), 0
+    )
     x = ex.Exchange("x", "feed", to, words, t.lanes, mark=ex.Mark.GUARDED)
     return x, *(
-        replace(x, name=f"{PREPARED[s.name]}_operands", producer=f"prepare {s.name}", words=s.operands,
-                readers=(ex.Reader(s.name),))
+        replace(
+            x,
+            name=f"{PREPARED[s.name]}_operands",
+            producer=f"prepare {s.name}",
+            words=s.operands,
+            readers=(ex.Reader(s.name),),
+        )
         for s in _prepared(t)
     )
 

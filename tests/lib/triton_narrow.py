@@ -36,7 +36,7 @@ def assert_near(ours, reference, stage):
         assert error < LIMITS[ours.spec.dtype], (stage, key)
 
 
-def weights_of(case):
+def weights_of(case, **changes):
     how, sizes = CASES[case]
-    spec = narrow_spec(how, **sizes)
+    spec = narrow_spec(how, **(sizes | changes))
     return NarrowWeights(spec, ArrayWeights(spec))

@@ -18,6 +18,7 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel import codes
 from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
+from kog_triton.model.spec import DType
 from kog_triton.schedule.triton_codes import TileCodes
 from tests.lib.narrow_stages import STAGES
 from tests.lib.slow import some_always
@@ -81,6 +82,34 @@ def test_a_request_that_shares_its_steps_has_the_bits_that_it_has_alone(case):
         assert [made[slot]] == want and len(made[slot]) == 3
         assert torch.equal(together.kv[slot, ..., :4, :], alone.kv[0, ..., :4, :])
         assert torch.equal(together.logits[slot], alone.logits[0])
+
+
+TOLERANCE = {DType.F16: 0.004, DType.BF16: 0.03}  # as in test_triton_chunks.py
+PROMPT = tuple(range(5, 19))
+CHUNKED = ("int4 g32", "fp8 blocks, float16", "int8 g64, zero points", "int4 g128, zero points", "fp8 blocks, odd sizes")  # fmt: skip
+
+
+def error_of_chunks(case):
+    """Of keys and values that a prompt in chunks leaves, off the reference's: the worst layer's, over what is allowed.
+
+    What the second layer reads has been through all matrices of the first.
+    """
+    weights = weights_of(case, num_layers=2)
+    reference = ReferenceBackend(weights, BackendOptions())
+    reference.forward(0, list(PROMPT[:-1]), 0, last_only=True)
+    count = len(PROMPT) - 1
+    homes = [home[..., :count, :].permute(1, 2, 0, 3, 4) for home in reference.kv._data[0]]
+    want = torch.stack(homes).float()
+    _, pointers, columns = served(weights, [Request(0, PROMPT, GREEDY, 0, 1)], 1, prefill="kernel")
+    assert columns == [(True, 1)]
+    got = pointers.kv[0, ..., :count, :].float()
+    error = (got - want).square().mean((1, 2, 4, 5)) / want.square().mean((1, 2, 4, 5))
+    return float(error.sqrt().max()) / TOLERANCE[weights.spec.dtype]
+
+
+@pytest.mark.parametrize("case", some_always(CHUNKED, *CHUNKED[:3]))
+def test_a_prompt_in_chunks_leaves_the_keys_of_what_the_codes_stand_for(case):
+    assert error_of_chunks(case) < 1
 
 
 @triton.jit

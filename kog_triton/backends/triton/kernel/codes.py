@@ -58,6 +58,32 @@ def e4m3_values(w):
     return values
 
 
+@triton.jit
+def values_of(w, T: tl.constexpr):
+    """The values of all codes of words [m, n] in their order, float32 [m, n * codes of a word], less no zero point."""
+    if T.codes.is_e4m3:
+        values = e4m3_values(w)
+    else:
+        COUNT: tl.constexpr = 2 * T.pack
+        BITS: tl.constexpr = 32 // COUNT
+        values = ()
+        for i in tl.static_range(COUNT):
+            values = values + (((w << (32 - BITS * (i + 1))) >> (32 - BITS)).to(tl.float32),)
+    return tl.reshape(stacked(values, 2 * T.pack), (w.shape[0], w.shape[1] * 2 * T.pack))
+
+
+@triton.jit
+def stacked(ts, COUNT: tl.constexpr):
+    """COUNT tensors as one, with a last dimension of two for each halving of COUNT."""
+    if COUNT == 1:
+        return ts[0]
+    else:
+        pairs = ()
+        for i in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(ts[i], ts[i + COUNT // 2]),)
+        return stacked(pairs, COUNT // 2)
+
+
 @triton.constexpr_function
 def shape_of(T, K):
     """Lines of a row of tile K's stored words, and threads that each read four words of a line."""
@@ -216,27 +242,31 @@ def shapes_of_parts(S, T, K, PARTS):
 
 
 @triton.jit
+def line_by_line(LINES: tl.constexpr, WORDS: tl.constexpr):
+    return tl.arange(0, LINES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+
+
+@triton.jit
 def store_parts(to, xs):
     """What `parts_of` gives, one behind the other."""
     for i in tl.static_range(len(xs)):
-        WIDE: tl.constexpr = xs[i].shape[1]
-        tl.store(to + tl.arange(0, xs[i].shape[0])[:, None] * WIDE + tl.arange(0, WIDE), xs[i])
+        tl.store(to + line_by_line(xs[i].shape[0], xs[i].shape[1]), xs[i])
         to += xs[i].numel
 
 
 @triton.jit
-def load_parts(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr):
+def load_parts(
+    ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr
+):
     """Them again, with a copy for every warp that has rows of its own, in the place of a tile's rows."""
     COPIES: tl.constexpr = min(T.tile_rows, S.sizes.warps)
     SHAPES: tl.constexpr = shapes_of_parts(S, T, K, PARTS)
     copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), AXIS), 2)
     xs = ()
     for i in tl.static_range(len(SHAPES)):
-        LINES: tl.constexpr = SHAPES[i][0]
-        WIDE: tl.constexpr = SHAPES[i][1]
-        j = tl.arange(0, LINES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        xs = xs + (tl.load(ptr + (tl.expand_dims(j, 1 - AXIS) + copy * 0)),)
-        ptr += LINES * WIDE
+        j = tl.expand_dims(line_by_line(SHAPES[i][0], SHAPES[i][1]), 1 - AXIS)
+        xs = xs + (tl.load(ptr + (j + copy * 0)),)
+        ptr += SHAPES[i][0] * SHAPES[i][1]
     return xs
 
 

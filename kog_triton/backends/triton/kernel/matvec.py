@@ -20,6 +20,7 @@ from kog_triton.backends.triton.kernel.codes import (
     load_parts,
     parts_of,
     sets_of,
+    stacked,
     sums_of_codes,
     with_scales,
 )
@@ -30,9 +31,10 @@ from kog_triton.schedule.triton import StageTiles, Tiles
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
-# The loop over a shared step's columns, half of which are written out: weights are unpacked once for them. Without a
-# loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
-COLUMN_LOOP: tl.constexpr = tl.constexpr(2)
+# Iterations of the loop over a shared step's columns, half of which are written out: weights are unpacked once for them.
+# Without a loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
+COLUMN_LOOP = 2
+NARROW_COLUMNS = 2  # of narrow weights, whose code is longer, at most so many
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
 RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -72,6 +74,13 @@ def split_lines(S, stage, k):
 def sums_width(S, stage, k=0):
     """Sums of a row that threads keep: those of tile k."""
     return split_lines(S, stage, k) * min(S.stages[stage].stored_width(k), LINE.value) // 4
+
+
+@triton.constexpr_function
+def written_out(S, stage, columns):
+    """Columns of one iteration."""
+    count = columns // COLUMN_LOOP
+    return min(count, NARROW_COLUMNS) if S.stages[stage].is_narrow else count
 
 
 @triton.constexpr_function
@@ -168,14 +177,14 @@ def load_operands(xs, column, S: tl.constexpr, STAGE: tl.constexpr, K: tl.conste
     xs += column * S.total_words
     if T.is_narrow:
         return load_parts(xs + T.operands_before(K), S, T, K, LINES_AXIS, split_lines(S, STAGE, K))
-    j = tl.expand_dims(index_of(T, K), 1 - LINES_AXIS)
-    copy = tl.arange(0, COPIES)
-    copy = tl.expand_dims(tl.expand_dims(copy, LINES_AXIS), 2)
-    at = xs + j + copy * 0
-    if T.first_word(K) + T.widths[K] > COUNT:
-        return tl.load(at, mask=(j < COUNT) & (copy >= 0), other=0)
     else:
-        return tl.load(at)
+        j = tl.expand_dims(index_of(T, K), 1 - LINES_AXIS)
+        copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), LINES_AXIS), 2)
+        at = xs + j + copy * 0
+        if T.first_word(K) + T.widths[K] > COUNT:
+            return tl.load(at, mask=(j < COUNT) & (copy >= 0), other=0)
+        else:
+            return tl.load(at)
 
 
 @triton.jit
@@ -286,7 +295,7 @@ def add_tile(
     if COLUMNS == 1:
         return add_part(sums, rests, w, xs, S, STAGE, K)
     else:
-        GROUP: tl.constexpr = COLUMNS // COLUMN_LOOP
+        GROUP: tl.constexpr = written_out(S, STAGE, COLUMNS)
         for column in range(0, COLUMNS, GROUP):
             for i in tl.static_range(GROUP):
                 x = load_operands(xs, column + i, S, STAGE, K)
@@ -329,18 +338,6 @@ def wired(stream, xs, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.const
         y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
         ys = ys + (unscaled(y, S),)
     return ys, (base, behind, fetched)
-
-
-@triton.jit
-def stacked(ts, COUNT: tl.constexpr):
-    """COUNT tensors as one, with a last dimension of two for each halving of COUNT."""
-    if COUNT == 1:
-        return ts[0]
-    else:
-        pairs = ()
-        for i in tl.static_range(COUNT // 2):
-            pairs = pairs + (tl.join(ts[i], ts[i + COUNT // 2]),)
-        return stacked(pairs, COUNT // 2)
 
 
 @triton.jit

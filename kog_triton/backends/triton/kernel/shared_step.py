@@ -84,9 +84,7 @@ def operands_of(S, stage):
 
 
 @triton.jit
-def store_operands(
-    x, gains, own, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr
-):
+def store_operands(x, gains, own, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
     """The normed stream of the block's column, as STAGE reads it; blocks of one column store a part each."""
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
@@ -147,7 +145,15 @@ def met(number, PART: tl.constexpr, say, layer, alive, p, S: tl.constexpr):
 
 @triton.jit
 def shared_module(
-    stream, count, number, layer, alive, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr
+    stream,
+    count,
+    number,
+    layer,
+    alive,
+    p,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Publish every column's rows of o_proj (STAGE 1) or down_proj (3); the weight stream, and alive.
 
