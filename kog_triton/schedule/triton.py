@@ -107,8 +107,8 @@ class StageTiles:
         return TileShape(self.tile_rows, min(self.tile_rows, warps), words // wide, wide // 4, size)
 
     def operand_words(self, k: int) -> int:
-        """Of what one column's tile `k` meets, in memory: two values each, or of codes as codes.parts_of makes them, with
-        a word for every thread and one more for each of its lines."""
+        """Of what tile `k` meets of one column, in memory: two values each; of codes as codes.parts_of has them, with a
+        word for every thread and one more for each of its lines."""
         shape = self.tile_shape(k, 1)
         return self.widths[k] + self.is_narrow * shape.threads * (1 + shape.lines)
 

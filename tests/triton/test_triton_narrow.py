@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -17,16 +18,18 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel import codes
-from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
 from kog_triton.model.spec import DType
 from kog_triton.schedule.triton_codes import TileCodes
+from tests.lib.concurrent_interpreter import Deadlock
 from tests.lib.narrow_stages import STAGES
+from tests.lib.planting import plant
 from tests.lib.slow import some_always
 from tests.lib.triton_cases import GREEDY, InterpretedBackend
 from tests.lib.triton_narrow import CASES, assert_near, weights_of
 
 # Judged by the slow tests: others have the same code with other numbers.
-RARE = {"fp8 blocks", "fp8 channels", "int8 channels", "int4 g32", "fp8 blocks, odd sizes"}
+RARE = {"fp8 blocks", "fp8 channels", "int8 channels", "int8 channels, lines and tiles", "int4 g32"}
+RARE |= {"fp8 blocks, odd sizes"}
 
 
 @pytest.mark.parametrize(
@@ -44,14 +47,14 @@ SHARED = {  # of one format each, and of the layouts that differ: zero points, g
     "int4 g32": 2,
     "fp8 blocks, float16": 3,
     "int8 g64, zero points": 2,
-    "int8 channels": 2,
+    "int8 channels, lines and tiles": 2,
     "int4 g128, zero points": 2,
     "fp8 blocks, odd sizes": 2,
 }
 
 
 def served(weights, requests, slots, **options):
-    """Tokens of each, the cache and the last rows of logits, and the columns of every launch."""
+    """Tokens of each, the pointers, and of every launch whether in chunks and the columns."""
     options = BackendOptions(num_slots=slots, max_context=32, **options)
     backend, mailbox, columns = InterpretedBackend(weights, options), Mailbox(), []
     run = backend.launcher.run
@@ -68,25 +71,69 @@ def served(weights, requests, slots, **options):
     return made, backend.memory.pointers, columns
 
 
-@pytest.mark.parametrize(
-    "case", some_always(SHARED, "int4 g32", "fp8 blocks, float16", "int8 g64, zero points")
-)
-def test_a_request_that_shares_its_steps_has_the_bits_that_it_has_alone(case):
-    """As many tokens of each behind prompts of one length, so that all end in one step, whose logits are compared."""
+def is_alike(case):
+    """Whether requests that share steps have the tokens, keys, values and logits that each has alone.
+
+    As many tokens of each behind prompts of one length, so that all end in one step, whose logits are compared.
+    """
     weights, count = weights_of(case), SHARED[case]
     requests = [Request(s, (3 + s, 42 - s), GREEDY, seed=0, max_tokens=3) for s in range(count)]
     made, together, columns = served(weights, requests, count)
     assert columns == [(False, 2 if count == 2 else 4)]
     for slot, one in enumerate(requests):
         want, alone, _ = served(weights, [replace(one, slot=0)], 1)
-        assert [made[slot]] == want and len(made[slot]) == 3
-        assert torch.equal(together.kv[slot, ..., :4, :], alone.kv[0, ..., :4, :])
-        assert torch.equal(together.logits[slot], alone.logits[0])
+        cache, logits = together.kv[slot, ..., :4, :], together.logits[slot]
+        alike = torch.equal(cache, alone.kv[0, ..., :4, :]) and torch.equal(logits, alone.logits[0])
+        if [made[slot]] != want or len(made[slot]) != 3 or not alike:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "case", some_always(SHARED, "int4 g32", "fp8 blocks, float16", "int8 g64, zero points")
+)
+def test_a_request_that_shares_its_steps_has_the_bits_that_it_has_alone(case):
+    assert is_alike(case)
+
+
+SHARED_FAULTS = {
+    "columns share what is prepared": (
+        "shared_step",
+        "p.words + task // TILES * S",
+        "p.words + 0 * S",
+    ),
+    "nobody waits for what is prepared": (
+        "shared_step",
+        "        _, alive = gather(number + BEFORE, 0, layer, alive, p, S)\n",
+        "",
+    ),
+    "all columns meet the first one's operands": (
+        "matvec",
+        "xs += column * S.total_words",
+        "xs += column * 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", some_always(SHARED_FAULTS, *list(SHARED_FAULTS)[:3]))
+def test_a_planted_fault_of_shared_steps_is_seen(fault, monkeypatch, tmp_path):
+    plant(monkeypatch, tmp_path, *SHARED_FAULTS[fault])
+    try:
+        assert not is_alike("int4 g32")
+    except InterpreterError as error:  # what a program raises
+        assert Deadlock.__name__ in repr(error)
 
 
 TOLERANCE = {DType.F16: 0.004, DType.BF16: 0.03}  # as in test_triton_chunks.py
 PROMPT = tuple(range(5, 19))
-CHUNKED = ("int4 g32", "fp8 blocks, float16", "int8 g64, zero points", "int4 g128, zero points", "fp8 blocks, odd sizes")  # fmt: skip
+CHUNKED = (
+    "int4 g32",
+    "fp8 blocks, float16",
+    "int8 g64, zero points",
+    "int4 g128, zero points",
+    "fp8 blocks, odd sizes",
+    "int8 channels, lines and tiles",
+)
 
 
 def error_of_chunks(case):
@@ -110,6 +157,42 @@ def error_of_chunks(case):
 @pytest.mark.parametrize("case", some_always(CHUNKED, *CHUNKED[:3]))
 def test_a_prompt_in_chunks_leaves_the_keys_of_what_the_codes_stand_for(case):
     assert error_of_chunks(case) < 1
+
+
+CHUNK_FAULTS = {
+    "a line's words are a run of K": (
+        "columns",
+        "word = (i // 4 % SHAPE[0] * SHAPE[1] + thread) * 4 + i % 4",
+        "word = (thread * SHAPE[0] + i // 4 % SHAPE[0]) * 4 + i % 4",
+        "int8 channels, lines and tiles",
+    ),
+    "one scale for all groups": (
+        "columns",
+        "+ tl.arange(0, step_groups(S, STAGE))",
+        "* 0",
+        "int4 g32",
+    ),
+    "codes without their scales": (
+        "columns",
+        "        values *= load_floats(base + at[1], owned)\n",
+        "",
+        "int8 g64, zero points",
+    ),
+    "zero points are scales": ("columns", "base + at[2]", "base + at[1]", "int8 g64, zero points"),
+    "the tile before": (
+        "columns",
+        "tile += k // WIDTH * VALUES[2]",
+        "tile += 0",
+        "int8 channels, lines and tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", some_always(CHUNK_FAULTS, *list(CHUNK_FAULTS)[1:3]))
+def test_a_planted_fault_of_chunks_is_seen(fault, monkeypatch, tmp_path):
+    *where, case = CHUNK_FAULTS[fault]
+    plant(monkeypatch, tmp_path, *where)
+    assert not error_of_chunks(case) < 1
 
 
 @triton.jit

@@ -272,7 +272,7 @@ def load_parts(
 
 @triton.jit
 def for_rows(x, ROWS: tl.constexpr, AXIS: tl.constexpr):
-    """Lines x of operands beside the lines of a tile, whose dimension is AXIS: the same for all rows, or a copy each."""
+    """Lines x of operands beside those of a tile, whose dimension is AXIS: the same for all rows, or a copy each."""
     if len(x.shape) == 2:
         return tl.expand_dims(x, 1 - AXIS)
     elif x.shape[1 - AXIS] == ROWS:

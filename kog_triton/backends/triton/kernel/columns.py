@@ -138,7 +138,7 @@ def vectors(name: tl.constexpr, lane, t, p, S: tl.constexpr):
 
 @triton.jit
 def tile_begins(row, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """Where the tiles K with rows of the stage begin, from the layer's first weight on, and which of their rows it is."""
+    """Where tiles K of rows of the stage begin, from the layer's first weight on, and which row of its tile each is."""
     T: tl.constexpr = S.stages[STAGE]
     VALUES: tl.constexpr = tile_values(S, STAGE, K)
     owner, inner = row // T.block_rows, row % T.block_rows
@@ -148,8 +148,8 @@ def tile_begins(row, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr
 
 @triton.jit
 def step_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """Where the weights [M, n] of a step stand that begins at value k behind tile K, of rows [M], from the layer's first
-    weight on: a row goes on in the next tile along K. Of codes also where their scales [M, groups] and zero points do."""
+    """Where a step's weights [M, n] of rows [M] stand, value k behind tile K being the first, from the layer's first
+    weight on: a row goes on in the next tile along K. Of codes, then their scales [M, groups] and zero points."""
     T: tl.constexpr = S.stages[STAGE]
     VALUES: tl.constexpr = tile_values(S, STAGE, K)
     WIDTH: tl.constexpr = 2 * T.widths[K]

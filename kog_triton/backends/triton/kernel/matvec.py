@@ -31,7 +31,7 @@ from kog_triton.schedule.triton import StageTiles, Tiles
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
-# Iterations of the loop over a shared step's columns, half of which are written out: weights are unpacked once for them.
+# Iterations of the loop over a shared step's columns: half of them are written out, weights unpacked once for these.
 # Without a loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
 COLUMN_LOOP = 2
 NARROW_COLUMNS = 2  # of narrow weights, whose code is longer, at most so many
