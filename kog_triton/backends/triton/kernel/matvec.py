@@ -197,19 +197,19 @@ def products(w, x, S: tl.constexpr):
 @triton.jit
 def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Products of tile K and words x, as far as a thread can sum them alone, [tile_rows, parts of them], and what they
-    are to be multiplied by, None for one."""
+    are to be multiplied by: a tuple of one or both."""
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
     T: tl.constexpr = S.stages[STAGE]
     if T.is_narrow:
         sums, factor = sums_of_codes(w, x, S, T, K, LINES_AXIS, PARTS)
         if sets_of(T, K) > 1:
-            return by_thread(sums * factor, PARTS), None
+            return (by_thread(sums * factor, PARTS),)
         else:
             return by_thread(sums, PARTS), by_thread(tl.broadcast_to(factor, sums.shape), PARTS)
     else:
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
-        return by_thread(tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3), PARTS), None
+        return (by_thread(tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3), PARTS),)
 
 
 @triton.jit
@@ -245,14 +245,14 @@ def no_sums(S: tl.constexpr, STAGE: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """The sums with one column's part of its tile K, which the first K tile starts anew."""
-    part, factor = multiply(w, x, S, STAGE, K)
-    total, rest = sums[0], rests[0]
-    if K > 0 and not narrow(S, STAGE, K) and factor is not None:
+    parts = multiply(w, x, S, STAGE, K)
+    part, total, rest = parts[0], sums[0], rests[0]
+    if K > 0 and not narrow(S, STAGE, K) and len(parts) == 2:
         # One instruction, spelled out: which of two products the compiler rounds first is the same in all kernels.
-        total = tl.fma(part, factor, total)
+        total = tl.fma(part, parts[1], total)
     else:
-        if factor is not None:
-            part *= factor
+        if len(parts) == 2:
+            part *= parts[1]
         if K == 0:
             total = part
         elif narrow(S, STAGE, K):
