@@ -277,7 +277,7 @@ NARROW = {
     ("sm_90", "qwen3-8b, int4", "columns=8"): (256, 29_000),
     ("sm_90", "qwen3-8b, int4", "columns=2"): (224, 21_500),
     ("sm_90", "qwen3-8b, fp8", "columns=8"): (160, 28_000),
-    ("sm_90", "qwen3-8b, int8", "columns=8"): (256, 28_000),
+    ("sm_90", "qwen3-8b, int8", "columns=8"): (176, 25_500),
 }
 
 
