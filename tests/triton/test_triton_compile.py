@@ -275,9 +275,9 @@ NARROW = {
     ("sm_90", "small, int8", "columns=2"): (SPILLED, 12_000),
     ("sm_90", "small, fp8", "columns=4"): (SPILLED, 12_000),
     ("sm_90", "qwen3-8b, int4", "columns=8"): (256, 29_000),
-    ("sm_90", "qwen3-8b, int4", "columns=2"): (256, 29_000),
+    ("sm_90", "qwen3-8b, int4", "columns=2"): (224, 21_500),
     ("sm_90", "qwen3-8b, fp8", "columns=8"): (160, 28_000),
-    ("sm_90", "qwen3-8b, int8", "columns=8"): (256, 28_000),
+    ("sm_90", "qwen3-8b, int8", "columns=8"): (176, 25_500),
 }
 
 
@@ -320,7 +320,7 @@ def test_sums_of_each_column_are_in_the_order_of_one(shape, reports_of, compiler
         [
             ("sm_90", "small, int4", SPILLED),
             ("gfx942", "small, fp8", SPILLED),
-            ("sm_80", "small, int8", SPILLED),
+            ("sm_80", "small, int8", SPILLED + 128),  # 112
             ("sm_90", "qwen3-8b, int4", 128),  # 88 without chunks
             ("sm_90", "qwen3-8b, fp8", 80),  # 24
         ],
