@@ -106,6 +106,21 @@ class StageTiles:
         size = self.tile_words(k)
         return TileShape(self.tile_rows, min(self.tile_rows, warps), words // wide, wide // 4, size)
 
+    def operand_words(self, k: int) -> int:
+        """Of what tile `k` meets of one column, in memory: two values each; of codes as codes.parts_of has them, with a
+        word for every thread and one more for each of its lines."""
+        shape = self.tile_shape(k, 1)
+        return self.widths[k] + self.is_narrow * shape.threads * (1 + shape.lines)
+
+    def operands_before(self, k: int) -> int:
+        """Words of a column's operands before those of tile `k`."""
+        return sum(self.operand_words(i) for i in range(k))
+
+    @property
+    def operands(self) -> int:
+        """Words of a column's."""
+        return self.operands_before(self.k_tiles)
+
     @property
     def k_tiles(self) -> int:
         return len(self.widths)
@@ -276,8 +291,8 @@ class Tiles:
 
     @property
     def total_words(self) -> int:
-        offset, size = self.regions["x"]
-        return -(-(offset + size) // 32) * 32
+        end = max(offset + size for offset, size in self.regions.values())
+        return -(-end // 32) * 32
 
 
 def lower_tiles(

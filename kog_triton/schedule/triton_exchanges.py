@@ -31,6 +31,10 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after
     "gate_up_proj": ("gate_up_proj", *MEET),
     "down_proj": ("down_proj", *MEET),
 }
+PREPARED = {
+    "o_proj": "attention",
+    "down_proj": "mlp",
+}  # stages whose narrow weights meet what is made of these
 SHARED_STEPS = {  # of a step that requests share (backends/triton/kernel/shared_step.py): all meet after each
     "qkv_proj": ("feed", *MEET, "qkv_proj", *MEET),
     "attention": ("attention", *MEET, "attention_join", *MEET),
@@ -107,10 +111,27 @@ def _arrivals(t: Tiles) -> ex.Exchange:
     return ex.Exchange("arrivals", MEET[0], to, t.num_blocks, 1, 2, scope=Scope.ALL)
 
 
-def _operands(t: Tiles) -> ex.Exchange:
-    """What qkv_proj, gate_up_proj and lm_head read of a column, if requests share a step."""
+def _operands(t: Tiles) -> tuple[ex.Exchange, ...]:
+    """What matrices read of a column, if requests share a step: of the stream, and of what `prepare` makes operands."""
     to = tuple(ex.Reader(step) for step in ("qkv_proj", "gate_up_proj", "lm_head"))
-    return ex.Exchange("x", "feed", to, t.hidden_size // 2, t.lanes, mark=ex.Mark.GUARDED)
+    words = max(
+        t.hidden_size // 2, *(s.operands for s in (t.stages[0], t.stages[2]) if s.is_narrow), 0
+    )
+    x = ex.Exchange("x", "feed", to, words, t.lanes, mark=ex.Mark.GUARDED)
+    return x, *(
+        replace(
+            x,
+            name=f"{PREPARED[s.name]}_operands",
+            producer=f"prepare {s.name}",
+            words=s.operands,
+            readers=(ex.Reader(s.name),),
+        )
+        for s in _prepared(t)
+    )
+
+
+def _prepared(t: Tiles) -> list[Any]:
+    return [s for s in t.stages if s.name in PREPARED and s.is_narrow]
 
 
 def prompt_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
@@ -145,13 +166,18 @@ def shared_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
     after the other (here two of them)."""
     count = ex.distinct_layers(schedule.spec)
     words = {e.name: replace(e, mark=ex.Mark.GUARDED) for e in _decode_exchanges(t)}
+    parts = dict(SHARED_STEPS)
+    for stage in _prepared(t):
+        step, read = f"prepare {stage.name}", PREPARED[stage.name]
+        parts[stage.name] = (step, *MEET, *parts[stage.name])
+        words[read] = replace(words[read], readers=(replace(words[read].readers[0], step=step),))
     joined = replace(words["attention_out"], readers=(ex.Reader("feed_attention"),))
     vectors = ("qkv", "attention", "mlp", "mlp_out", "splits")
     chosen = tuple(e for e in _decode_exchanges(t) if e.mark is ex.Mark.NUMBER)
     exchanges = (
         *(words[name] for name in vectors),
         joined,
-        _operands(t),
+        *_operands(t),
         _arrivals(t),
         *chosen,
         ex.cache_of("attention"),
@@ -163,10 +189,10 @@ def shared_kernel(t: Tiles, schedule: Schedule) -> ex.Kernel:
         head + ALL_REDUCE + AGREE + AGREE,
         head + ALL_REDUCE + ALL_REDUCE + AGREE + RANK + ALL_REDUCE + AGREE,
     )
-    steps = ex.layer_steps(schedule, SHARED_STEPS)
+    steps = ex.layer_steps(schedule, parts)
     return ex.Kernel(t.lanes, count, exchanges, steps, ends, tuple(map(ex.Fence, MEET)))
 
 
 def arena_exchanges(t: Tiles) -> tuple[ex.Exchange, ...]:
     """Whose words lie in the arena."""
-    return (*_decode_exchanges(t), _arrivals(t), _operands(t))
+    return (*_decode_exchanges(t), _arrivals(t), *_operands(t))

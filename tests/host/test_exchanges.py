@@ -9,8 +9,9 @@ import pytest
 from kog_triton.backends.cuda.layout.exchanges import column_kernel, decode_kernel
 from kog_triton.backends.cuda.layout.layout import lay_out
 from kog_triton.errors import ModelError
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import Head, Reduce
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule import triton
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.exchanges import (
@@ -33,6 +34,7 @@ from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import spec_of
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
+SHARED = MODELS | {"narrow": with_format(named_shape("qwen3-8b"), FORMATS["int4-g128"])}
 ENDS = ("plain", "lanes, MEAN", "lanes, CONCAT")  # the ways in which tokens end
 
 
@@ -46,13 +48,14 @@ def test_every_exchange_of_every_kernel_is_proved(model, which):
     check_kernel(kernel_of(MODELS[model], which), ends=model in ENDS)
 
 
-def test_every_exchange_of_a_shared_step_is_proved():
+@pytest.mark.parametrize("model, meetings_of_a_layer", [("plain", 8), ("narrow", 10)])
+def test_every_exchange_of_a_shared_step_is_proved(model, meetings_of_a_layer):
     """All its vectors lie in plain memory; without any one of a layer's meetings some reader would be too early, or
     a writer; and requests choose one after the other, with no layer between."""
-    kernel = kernel_of(MODELS["plain"], "shared")
+    kernel = kernel_of(SHARED[model], "shared")
     check_kernel(kernel, ends=True)
     meetings = [i for i, step in enumerate(kernel.layer) if step == "arrive"]
-    assert len(meetings) == 8
+    assert len(meetings) == meetings_of_a_layer
     for at in meetings:
         with pytest.raises(ModelError, match=r"lack a fence|could rewrite one before"):
             check_kernel(replace(kernel, layer=kernel.layer[:at] + kernel.layer[at + 2 :]))
@@ -66,6 +69,16 @@ def test_every_exchange_of_a_shared_step_is_proved():
     for step in ("arrive", "arrivals"):
         with pytest.raises(ModelError, match="lack a fence"):
             check_kernel(without_fence(kernel, step))
+
+
+def test_operands_of_narrow_weights_have_room():
+    """Of each stage's tiles, in the region that it reads."""
+    tiles = triton.lower_tiles(build(SHARED["narrow"]), 132, 1024)
+    for stage, region in zip(
+        tiles.stages, ("x", "attention_operands", "x", "mlp_operands"), strict=False
+    ):
+        assert tiles.regions[region][1] >= stage.operands > stage.row_words
+    assert tiles.regions["x"][1] >= tiles.hidden_size // 2
 
 
 def alone(which):

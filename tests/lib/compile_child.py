@@ -18,16 +18,25 @@ from kog_triton.model.spec import Head
 from kog_triton.model.weight_format import FORMATS
 from tests.lib.compile_report import compile_report
 from tests.lib.lowering_cases import lanes
+from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
 
 FLAGS = {"rules", "chunks"}  # of the kernel that decodes
 SMALL = {"num_blocks": 4, "max_context": 64}
+NARROW = {"fp8": "fp8-block", "int8": "int8-channel", "int4": "int4-g128"}
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+         "num_layers": 2, "vocab_size": 512}  # fmt: skip
 SHAPES = {
     "tiny": (spec_of(), SMALL),
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
     "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
     "qwen3-8b, fp8": (with_format(named_shape("qwen3-8b"), FORMATS["fp8-block"]), {}),
     "qwen3-8b, int4": (with_format(named_shape("qwen3-8b"), FORMATS["int4-g128"]), {}),
+    "qwen3-8b, int8": (with_format(named_shape("qwen3-8b"), FORMATS["int8-channel"]), {}),
+    **{
+        f"small, {name}": (narrow_spec(FORMATS[how], **SIZES), SMALL)
+        for name, how in NARROW.items()
+    },
     "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads
     "two rows a block": (spec_of(hidden_size=52, intermediate_size=92), {"num_blocks": 132}),
     "lanes": (lanes(1, Head.CONCAT, intermediate_size=96), SMALL),

@@ -15,6 +15,7 @@ from kog_triton.backends.triton.kernel import (
     attention,
     chunk,
     chunk_attention,
+    codes,
     columns,
     decode,
     edits,
@@ -32,7 +33,7 @@ from kog_triton.backends.triton.kernel import (
 )
 
 DEVICE_MODULES = (
-    sync, words, matvec, attention, residual, layer, noise, slots, sample, all_reduce, edits,
+    sync, words, codes, matvec, attention, residual, layer, noise, slots, sample, all_reduce, edits,
     logprobs, head, columns, chunk_attention, chunk, decode, shared_step,
 )  # fmt: skip
 MODULES = {m.__name__.rpartition(".")[2]: m for m in DEVICE_MODULES}

@@ -9,6 +9,10 @@ from tests.lib.narrow_stream import NarrowWeights, narrow_spec
 SMALLEST = {"hidden_size": 128, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
             "num_layers": 1, "max_context": 64}  # fmt: skip
 ODD = SMALL | {"hidden_size": 92, "intermediate_size": 164, "num_layers": 1}
+LINES = SMALLEST | {
+    "hidden_size": 1024,
+    "intermediate_size": 1536,
+}  # and several tiles of one width
 CASES = {
     "fp8 blocks": (FORMATS["fp8-block"], LARGE | {"num_layers": 1}),
     "fp8 blocks, odd sizes": (FORMATS["fp8-block"], ODD),
@@ -16,6 +20,7 @@ CASES = {
     "fp8 channels": (FORMATS["fp8-channel"], ODD),
     "fp8 tensors": (WeightFormat(Code.E4M3, 0, 0, Scale.BF16), SMALLEST),
     "int8 channels": (FORMATS["int8-channel"], ODD),
+    "int8 channels, lines and tiles": (FORMATS["int8-channel"], LINES),
     "int8 g64, zero points": (WeightFormat(Code.INT8, 1, 64, Scale.BF16, Offset.ZERO_POINT), SMALLEST),
     "int8 g32": (WeightFormat(Code.INT8, 1, 32, Scale.F16), SMALLEST),
     "int4 g128": (FORMATS["int4-g128"], LARGE | {"num_layers": 1}),
@@ -36,7 +41,7 @@ def assert_near(ours, reference, stage):
         assert error < LIMITS[ours.spec.dtype], (stage, key)
 
 
-def weights_of(case):
+def weights_of(case, **changes):
     how, sizes = CASES[case]
-    spec = narrow_spec(how, **sizes)
+    spec = narrow_spec(how, **(sizes | changes))
     return NarrowWeights(spec, ArrayWeights(spec))

@@ -19,7 +19,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from kog_triton.backends.triton.kernel import codes as kernel
-from kog_triton.backends.triton.kernel.codes import parts_of, sums_of_codes, with_scales
+from kog_triton.backends.triton.kernel.codes import (
+    load_parts,
+    parts_of,
+    store_parts,
+    sums_of_codes,
+    with_scales,
+)
 from kog_triton.model.weight_format import Code
 from kog_triton.schedule.topology import SIZES, Sizes
 from kog_triton.schedule.triton import StageTiles
@@ -55,7 +61,17 @@ class Known:
 
 
 @triton.jit
-def multiply(x, w, out, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr):
+def multiply(
+    x,
+    w,
+    out,
+    column,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    AXIS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMN: tl.constexpr,
+):
     WORDS: tl.constexpr = T.stored_width(0)
     WIDE: tl.constexpr = min(WORDS, 128)
     i = tl.arange(0, T.widths[0] // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -66,7 +82,12 @@ def multiply(x, w, out, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, PA
         at = row[None, :, None] * WORDS + line[:, None, None] * WIDE + word[None, None, :]
     tile = with_scales(tl.load(w + at), w, S, T, 0, AXIS)
     operands = parts_of(tl.load(x + i), S, T, 0, PARTS)
-    y = sums_of_codes(tile, operands, S, T, 0, AXIS, PARTS)
+    if COLUMN:
+        # As a column in memory, with a copy for every warp that has rows of its own.
+        store_parts(column, operands)
+        operands = load_parts(column, S, T, 0, AXIS, PARTS)
+    sums, factor = sums_of_codes(tile, operands, S, T, 0, AXIS, PARTS)
+    y = sums * factor
     tl.store(out + row, tl.sum(tl.sum(y, axis=2), axis=AXIS))
 
 
@@ -92,8 +113,9 @@ def drawn(kind, rows, width, seed):
     return [codes[None], *(v.view(torch.uint8)[None] for v in beside)], values
 
 
-def sums(kind, case, dtype=torch.bfloat16, x=None, drawn=drawn):
-    """What the kernel makes of a tile and operands, what is right, and what that could be at most."""
+def sums(kind, case, dtype=torch.bfloat16, x=None, drawn=drawn, column=False):
+    """What the kernel makes of a tile and operands, what is right, and what that could be at most; of operands that
+    have been in memory as a `column`'s."""
     width, rows, parts, axis = case
     known = Known("cpu", dtype is torch.float16, SIZES["cpu"])
     tiles = StageTiles("one", 0, rows, 2 * width, rows, (width,), 1, False, codes=kind)
@@ -105,7 +127,8 @@ def sums(kind, case, dtype=torch.bfloat16, x=None, drawn=drawn):
         x = torch.randn(2 * width, generator=torch.Generator().manual_seed(1))
     x, out = x.to(dtype), torch.empty(rows)
     words = packed.contiguous().view(torch.int32).reshape(-1)
-    multiply[(1,)](x.view(torch.int32), words, out, known, tiles, axis, parts)
+    room = torch.zeros(tiles.operands, dtype=torch.int32)
+    multiply[(1,)](x.view(torch.int32), words, out, room, known, tiles, axis, parts, column)
     return out.double(), values @ x.double(), values.abs() @ x.double().abs()
 
 
@@ -122,6 +145,13 @@ def limit_of(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_tile_times_operands_is_right(name, case):
     assert is_right(*sums(KINDS[name], case), limit_of(name))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", KINDS)
+def test_operands_that_lie_in_memory_make_the_same_bits(name, case):
+    kind = KINDS[name]
+    assert torch.equal(sums(kind, case, column=True)[0], sums(kind, case)[0])
 
 
 @pytest.mark.parametrize("case", CASES)

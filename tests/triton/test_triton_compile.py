@@ -267,6 +267,79 @@ def test_narrow_weights_compile(target, weights, spilled, products, least, repor
     assert report.count(r"LDG\.E\.(EF\.)?128.*|(buffer|global)_load_dwordx4.*") >= 100
 
 
+# Stack bytes and instructions of narrow weights (benchmarks/triton-log.md#narrow-columns); the small model is the one
+# that is always compiled.
+NARROW = {
+    ("sm_90", "small, int4", "columns=4"): (SPILLED, 12_000),
+    ("gfx942", "small, fp8", "columns=4"): (SPILLED, 20_000),
+    ("sm_90", "small, int8", "columns=2"): (SPILLED, 12_000),
+    ("sm_90", "small, fp8", "columns=4"): (SPILLED, 12_000),
+    ("sm_90", "qwen3-8b, int4", "columns=8"): (256, 29_000),
+    ("sm_90", "qwen3-8b, int4", "columns=2"): (224, 21_500),
+    ("sm_90", "qwen3-8b, fp8", "columns=8"): (160, 28_000),
+    ("sm_90", "qwen3-8b, int8", "columns=8"): (176, 25_500),
+}
+
+
+@pytest.mark.parametrize("target, shape, variant", some_always(NARROW, *list(NARROW)[:2]))
+def test_steps_that_narrow_requests_share_compile(target, shape, variant, reports_of, compiler):
+    """Codes are multiplied by what one request's kernel multiplies them by, out of the widest loads."""
+    stack, instructions = NARROW[target, shape, variant]
+    (report,) = reports_of(target, shape, variant)
+    sizes = [size for size in polls(report) if size > 1]
+    assert min(sizes) >= report.num_threads
+    assert report.registers <= (512 if target.startswith("gfx") else 255)
+    assert report.spilled_bytes <= (stack if PINNED else 4 * stack + 96)
+    assert sum(report.instructions.values()) <= (instructions if PINNED else 1.5 * instructions)
+    products = r"v_(pk_)?fma.*_f32.*" if target == "gfx942" else r"HFMA2.*|IDP\.4A.*"
+    assert report.count(products) >= 64
+
+
+def sums_of_rows(report: CompileReport) -> Counter[tuple[str, str]]:
+    """Sums over a row's threads: their shape and layout, which says in which order they are added."""
+    layouts = dict(re.findall(r"^(#[a-z]+\d*) = (.*)$", report.ttgir, re.M))
+    slices = r"#ttg\.slice<\{dim = \d, parent = #ttg\.slice<\{dim = 3, parent = (#\w+)\}>\}>"
+    found = re.findall(rf"\}}\) : \(tensor<(\d+x\d+)xf32, {slices}>\) ->", report.ttgir)
+    return Counter((shape, layouts[name]) for shape, name in found)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    some_always(["small, int4", "small, int8", "small, fp8", "qwen3-8b, int4"], "small, int4"),
+)
+def test_sums_of_each_column_are_in_the_order_of_one(shape, reports_of, compiler):
+    """Else a request would have other bits among others than alone, which the interpreter does not see."""
+    alone, four = (sums_of_rows(r) for r in reports_of("sm_90", shape, "", "columns=4"))
+    assert sum(alone.values()) >= 4
+    assert four == Counter({of: 4 * n for of, n in alone.items()})
+
+
+@pytest.mark.parametrize(
+    "target, shape, spilled",
+    some_always(
+        [
+            ("sm_90", "small, int4", SPILLED),
+            ("gfx942", "small, fp8", SPILLED),
+            ("sm_80", "small, int8", SPILLED + 128),  # 112
+            ("sm_90", "qwen3-8b, int4", 128),  # 88 without chunks
+            ("sm_90", "qwen3-8b, fp8", 80),  # 24
+        ],
+        ("sm_90", "small, int4", SPILLED),
+    ),
+)
+def test_narrow_prompts_in_chunks_compile(target, shape, spilled, reports_of, compiler):
+    """Codes and scales come through the pipeline in shared memory, and meet vectors on matrix units."""
+    (report,) = reports_of(target, shape, "chunks")
+    check_polls(report, 2)
+    check_chunks(report)
+    assert report.spilled_bytes <= (spilled if PINNED else 4 * spilled + 96)
+    if target == "sm_90":
+        copied = re.findall(
+            r"async_copy_global_to_local .*tensor<\d+x\d+x!tt.ptr<i32>", report.ttgir
+        )
+        assert len(copied) >= 8 and report.count(r"LDGSTS\.E\.BYPASS\.128.*") > 0
+
+
 @pytest.mark.parametrize("target", some_always(TARGETS, "gfx942"))
 def test_prompts_in_chunks_compile_for_every_target(target, reports_of, compiler):
     """In one kernel with decode, whose polls stay wide and whose registers suffice; on matrix units."""

@@ -1,10 +1,13 @@
 """Narrow weights in the Triton kernel, interpreted, against the reference on what they stand for."""
 
 import os
+from dataclasses import replace
 
 import pytest
+import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -15,14 +18,18 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel import codes
-from kog_triton.backends.triton.kernel.chunk import CHUNKS_FROM
+from kog_triton.model.spec import DType
 from kog_triton.schedule.triton_codes import TileCodes
+from tests.lib.concurrent_interpreter import Deadlock
 from tests.lib.narrow_stages import STAGES
+from tests.lib.planting import plant
+from tests.lib.slow import some_always
 from tests.lib.triton_cases import GREEDY, InterpretedBackend
 from tests.lib.triton_narrow import CASES, assert_near, weights_of
 
 # Judged by the slow tests: others have the same code with other numbers.
-RARE = {"fp8 blocks", "fp8 channels", "int8 channels", "int4 g32", "fp8 blocks, odd sizes"}
+RARE = {"fp8 blocks", "fp8 channels", "int8 channels", "int8 channels, lines and tiles", "int4 g32"}
+RARE |= {"fp8 blocks, odd sizes"}
 
 
 @pytest.mark.parametrize(
@@ -36,24 +43,156 @@ def test_stages_compute_what_the_unpacked_values_say(case):
         assert_near(ours, reference, stage)
 
 
-@pytest.mark.parametrize("prefill", ["kernel", pytest.param("library", marks=pytest.mark.slow)])
-def test_requests_take_turns_whose_prompts_go_a_token_at_a_time_or_by_the_library(prefill):
-    """Though one is long enough for the kernel's pass of many tokens, which narrow weights have none of."""
-    weights = weights_of("int4 g32")
-    options = BackendOptions(num_slots=2, max_context=32, prefill=prefill)
-    backend = InterpretedBackend(weights, options)
-    prompts = [tuple(range(5, 5 + CHUNKS_FROM.value + 2)), (7, 9)]
-    requests = [Request(i, p, GREEDY, seed=0, max_tokens=2) for i, p in enumerate(prompts)]
-    mailbox = Mailbox()
+SHARED = {  # of one format each, and of the layouts that differ: zero points, groups within a thread's run, odd sizes
+    "int4 g32": 2,
+    "fp8 blocks, float16": 3,
+    "int8 g64, zero points": 2,
+    "int8 channels, lines and tiles": 2,
+    "int4 g128, zero points": 2,
+    "fp8 blocks, odd sizes": 2,
+}
+
+
+def served(weights, requests, slots, **options):
+    """Tokens of each, the pointers, and of every launch whether in chunks and the columns."""
+    options = BackendOptions(num_slots=slots, max_context=32, **options)
+    backend, mailbox, columns = InterpretedBackend(weights, options), Mailbox(), []
+    run = backend.launcher.run
+
+    def watched(rules, chunks, count):
+        columns.append((chunks, count))
+        return run(rules, chunks, count)
+
+    backend.launcher.run = watched
     for request in requests:
         mailbox.post(request)
     backend.generate(mailbox)
-    for request in requests:
-        steps = mailbox.read(request.slot, 0)
-        assert len(steps) == 2
-        said = [*request.prompt, *(step.token for step in steps)]
-        logits = backend.forward_logits(said[:-1])
-        assert logits[len(request.prompt) - 1 :].argmax(-1).tolist() == said[-2:]
+    made = [[s.token for s in mailbox.read(r.slot, 0) if s.token >= 0] for r in requests]
+    return made, backend.memory.pointers, columns
+
+
+def is_alike(case):
+    """Whether requests that share steps have the tokens, keys, values and logits that each has alone.
+
+    As many tokens of each behind prompts of one length, so that all end in one step, whose logits are compared.
+    """
+    weights, count = weights_of(case), SHARED[case]
+    requests = [Request(s, (3 + s, 42 - s), GREEDY, seed=0, max_tokens=3) for s in range(count)]
+    made, together, columns = served(weights, requests, count)
+    assert columns == [(False, 2 if count == 2 else 4)]
+    for slot, one in enumerate(requests):
+        want, alone, _ = served(weights, [replace(one, slot=0)], 1)
+        cache, logits = together.kv[slot, ..., :4, :], together.logits[slot]
+        alike = torch.equal(cache, alone.kv[0, ..., :4, :]) and torch.equal(logits, alone.logits[0])
+        if [made[slot]] != want or len(made[slot]) != 3 or not alike:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "case", some_always(SHARED, "int4 g32", "fp8 blocks, float16", "int8 g64, zero points")
+)
+def test_a_request_that_shares_its_steps_has_the_bits_that_it_has_alone(case):
+    assert is_alike(case)
+
+
+SHARED_FAULTS = {
+    "columns share what is prepared": (
+        "shared_step",
+        "p.words + task // TILES * S",
+        "p.words + 0 * S",
+    ),
+    "nobody waits for what is prepared": (
+        "shared_step",
+        "        _, alive = gather(number + BEFORE, 0, layer, alive, p, S)\n",
+        "",
+    ),
+    "all columns meet the first one's operands": (
+        "matvec",
+        "xs += column * S.total_words",
+        "xs += column * 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", some_always(SHARED_FAULTS, *list(SHARED_FAULTS)[:3]))
+def test_a_planted_fault_of_shared_steps_is_seen(fault, monkeypatch, tmp_path):
+    plant(monkeypatch, tmp_path, *SHARED_FAULTS[fault])
+    try:
+        assert not is_alike("int4 g32")
+    except InterpreterError as error:  # what a program raises
+        assert Deadlock.__name__ in repr(error)
+
+
+TOLERANCE = {DType.F16: 0.004, DType.BF16: 0.03}  # as in test_triton_chunks.py
+PROMPT = tuple(range(5, 19))
+CHUNKED = (
+    "int4 g32",
+    "fp8 blocks, float16",
+    "int8 g64, zero points",
+    "int4 g128, zero points",
+    "fp8 blocks, odd sizes",
+    "int8 channels, lines and tiles",
+)
+
+
+def error_of_chunks(case):
+    """Of keys and values that a prompt in chunks leaves, off the reference's: the worst layer's, over what is allowed.
+
+    What the second layer reads has been through all matrices of the first.
+    """
+    weights = weights_of(case, num_layers=2)
+    reference = ReferenceBackend(weights, BackendOptions())
+    reference.forward(0, list(PROMPT[:-1]), 0, last_only=True)
+    count = len(PROMPT) - 1
+    homes = [home[..., :count, :].permute(1, 2, 0, 3, 4) for home in reference.kv._data[0]]
+    want = torch.stack(homes).float()
+    _, pointers, columns = served(weights, [Request(0, PROMPT, GREEDY, 0, 1)], 1, prefill="kernel")
+    assert columns == [(True, 1)]
+    got = pointers.kv[0, ..., :count, :].float()
+    error = (got - want).square().mean((1, 2, 4, 5)) / want.square().mean((1, 2, 4, 5))
+    return float(error.sqrt().max()) / TOLERANCE[weights.spec.dtype]
+
+
+@pytest.mark.parametrize("case", some_always(CHUNKED, *CHUNKED[:3]))
+def test_a_prompt_in_chunks_leaves_the_keys_of_what_the_codes_stand_for(case):
+    assert error_of_chunks(case) < 1
+
+
+CHUNK_FAULTS = {
+    "a line's words are a run of K": (
+        "columns",
+        "word = (i // 4 % SHAPE[0] * SHAPE[1] + thread) * 4 + i % 4",
+        "word = (thread * SHAPE[0] + i // 4 % SHAPE[0]) * 4 + i % 4",
+        "int8 channels, lines and tiles",
+    ),
+    "one scale for all groups": (
+        "columns",
+        "+ tl.arange(0, step_groups(S, STAGE))",
+        "* 0",
+        "int4 g32",
+    ),
+    "codes without their scales": (
+        "columns",
+        "        values *= load_floats(base + at[1], owned)\n",
+        "",
+        "int8 g64, zero points",
+    ),
+    "zero points are scales": ("columns", "base + at[2]", "base + at[1]", "int8 g64, zero points"),
+    "the tile before": (
+        "columns",
+        "tile += k // WIDTH * VALUES[2]",
+        "tile += 0",
+        "int8 channels, lines and tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", some_always(CHUNK_FAULTS, *list(CHUNK_FAULTS)[1:3]))
+def test_a_planted_fault_of_chunks_is_seen(fault, monkeypatch, tmp_path):
+    *where, case = CHUNK_FAULTS[fault]
+    plant(monkeypatch, tmp_path, *where)
+    assert not error_of_chunks(case) < 1
 
 
 @triton.jit

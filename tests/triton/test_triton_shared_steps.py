@@ -387,7 +387,7 @@ def test_planted_faults_are_seen(name, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_an_edit_that_is_no_fault_is_not_seen(monkeypatch, tmp_path):
-    same = "        number += MEETINGS\n"
+    same = "        number += meetings(S, PARTS)\n"
     plant(monkeypatch, tmp_path, "shared_step", same, same)
     assert not is_red(seeds=1)
 

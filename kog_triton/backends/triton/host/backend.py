@@ -39,9 +39,9 @@ ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
 
-# Of narrow weights, whose prompts the kernel runs a token at a time: an estimate by bytes, of 8B 2 ms a token, and
-# 40 ms for torch to make values of all codes.
-BY_TOKEN_OR_UNPACKED = Crossover(fresh=24, behind=24)
+# Of narrow weights, for which torch makes values of all codes before a pass: 512 tokens of 8B int4 take it 121 ms (one
+# H200), and a chunk of 64 by instructions 7 (benchmarks/triton-log.md#narrow-chunks); not measured against each other.
+IN_CHUNKS_OR_UNPACKED = Crossover(fresh=1024, behind=1024)
 
 
 class TritonBackend:
@@ -249,7 +249,7 @@ class TritonBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All but its last token."""
-        crossover = BY_TOKEN_OR_UNPACKED if self.tiles.is_narrow else IN_CHUNKS
+        crossover = IN_CHUNKS_OR_UNPACKED if self.tiles.is_narrow else IN_CHUNKS
         library = library_for(request, self.library, self.options.prefill, crossover)
         if library is None:
             return None

@@ -78,7 +78,7 @@ class TritonLauncher:
         """
         self._mail[0, HOST] = self._mail[0, BEAT] = 0
         first = dict(list(running.items())[: self.shared_steps.most])
-        chunks, ruled = self._in_chunks(first), self._ruled(first)
+        chunks, ruled = _in_chunks(first), self._ruled(first)
         columns = 1 if chunks else self.shared_steps.ready(len(first), ruled)
         if columns > 1:
             slots, served = list(first), list(first)
@@ -86,7 +86,7 @@ class TritonLauncher:
         else:
             slots, served = list(running), list(running)[:1]
             outdated = partial(self._can_share, first, ruled)
-            chunks, ruled = self._in_chunks(running), self._ruled(running)
+            chunks, ruled = _in_chunks(running), self._ruled(running)
         order = torch.tensor([len(slots), *slots], dtype=torch.int32)
         self.memory.pointers.slot_order[: len(order)] = order.to(self.device)
         ended = self.run(ruled, chunks, columns)
@@ -96,7 +96,7 @@ class TritonLauncher:
 
     def _can_share(self, first: Mapping[int, InSlot], ruled: bool) -> bool:
         """Whether these, who come first, need not go round robin any more."""
-        waits = any(not one.output for one in first.values()) and self._in_chunks(first)
+        waits = any(not one.output for one in first.values()) and _in_chunks(first)
         return not waits and self.shared_steps.ready(len(first), ruled) > 1
 
     def _others_are_due(self, others_wait: bool) -> bool:
@@ -105,10 +105,6 @@ class TritonLauncher:
     def _ruled(self, running: Mapping[int, InSlot]) -> bool:
         vocab = self.tiles.vocab_size
         return any(flags_of(one.request, vocab) & RULES for one in running.values())
-
-    def _in_chunks(self, running: Mapping[int, InSlot]) -> bool:
-        """Narrow weights have no kernel of chunks: their prompts run a token at a time."""
-        return not self.tiles.is_narrow and _in_chunks(running)
 
     def leave(self) -> None:
         self._mail[0, HOST] = Outcome.YIELD

@@ -1,7 +1,7 @@
 """The kernels of steps that requests share, for 2, 4 and 8 of them, each with all sampling rules or without.
 
 Compiled when first wanted, beside the requests, which take turns meanwhile. Lanes have none: they exchange more than a
-column does; nor do narrow weights.
+column does.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Key = tuple[int, bool]  # columns, and whether all sampling rules are known
 
 def most_columns(tiles: Tiles, num_slots: int) -> int:
     """Columns of the widest kernel that a model on so many slots has, each with a block at least; 1 if none."""
-    if tiles.lanes > 1 or tiles.is_narrow or num_slots < 2:
+    if tiles.lanes > 1 or num_slots < 2:
         return 1
     wanted = next((count for count in COUNTS if count >= num_slots), COUNTS[-1])
     fitting = (c for c in COUNTS if c * _sums(tiles) <= SUMS)

@@ -128,22 +128,22 @@ def feed(pos, count, slot, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def run_step(step, layer, base, pos, count, slot, p, S: tl.constexpr):
-    """One step of a layer whose first weight is at `base`."""
+def run_step(step, layer, pos, count, slot, p, S: tl.constexpr):
+    """One step of a layer."""
     if step == 0:
         feed(pos, count, slot, layer, p, S, 0)
     elif step == 1:
-        multiply(base, layer, count, p, S, 0, store_qkv)
+        multiply(layer, count, p, S, 0, store_qkv)
     elif step == 2:
         attend(layer, pos, count, slot, p, S)
     elif step == 3:
-        multiply(base, layer, count, p, S, 1, store_out)
+        multiply(layer, count, p, S, 1, store_out)
     elif step == 4:
         feed(pos, count, slot, layer, p, S, 2)
     elif step == 5:
-        multiply(base, layer, count, p, S, 2, store_gated)
+        multiply(layer, count, p, S, 2, store_gated)
     else:
-        multiply(base, layer, count, p, S, 3, store_out)
+        multiply(layer, count, p, S, 3, store_out)
 
 
 @triton.jit
@@ -152,12 +152,10 @@ def run_chunk(pos, count, slot, number, alive, p, S: tl.constexpr):
     zero = p.block * 0  # a tensor also in the interpreter
     control = ask_host(p, S)
     heard = zero
-    layers = p.half_weights + tl.zeros((), tl.int64)
     for i in tl.range(STEPS * (S.num_layers - 1) + 3, disable_licm=True):
         step = zero + i
         layer = step // STEPS
-        base = layers + layer.to(tl.int64) * (2 * S.layer_words)
-        run_step(step % STEPS, layer, base, pos, count, slot, p, S)
+        run_step(step % STEPS, layer, pos, count, slot, p, S)
         heard, alive = gather(number, control, layer, alive, p, S)
         number += 1
     return number, heard, alive

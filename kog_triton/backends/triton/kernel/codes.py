@@ -58,6 +58,32 @@ def e4m3_values(w):
     return values
 
 
+@triton.jit
+def values_of(w, T: tl.constexpr):
+    """The values of all codes of words [m, n] in their order, float32 [m, n * codes of a word], less no zero point."""
+    if T.codes.is_e4m3:
+        values = e4m3_values(w)
+    else:
+        COUNT: tl.constexpr = 2 * T.pack
+        BITS: tl.constexpr = 32 // COUNT
+        values = ()
+        for i in tl.static_range(COUNT):
+            values = values + (((w << (32 - BITS * (i + 1))) >> (32 - BITS)).to(tl.float32),)
+    return tl.reshape(stacked(values, 2 * T.pack), (w.shape[0], w.shape[1] * 2 * T.pack))
+
+
+@triton.jit
+def stacked(ts, COUNT: tl.constexpr):
+    """COUNT tensors as one, with a last dimension of two for each halving of COUNT."""
+    if COUNT == 1:
+        return ts[0]
+    else:
+        pairs = ()
+        for i in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(ts[i], ts[i + COUNT // 2]),)
+        return stacked(pairs, COUNT // 2)
+
+
 @triton.constexpr_function
 def shape_of(T, K):
     """Lines of a row of tile K's stored words, and threads that each read four words of a line."""
@@ -122,8 +148,8 @@ def in_lines(x, LINES: tl.constexpr):
 
 @triton.jit
 def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
-    """Operands x of tile K as a tuple: those that meet the first two codes of each stored word, then the next two, each
-    in a layout that it keeps; of whole numbers as `whole_numbers`."""
+    """Operands x of tile K as a tuple of lines [.., ..]: those that meet the first two codes of each stored word, then
+    the next two, each in a layout that it keeps, then their unit, if any; of whole numbers as `whole_numbers`."""
     SHAPE: tl.constexpr = shape_of(T, K)
     if T.pack == 2:
         parts = tl.split(tl.reshape(x, (SHAPE[1], 4 * SHAPE[0], 2)))
@@ -141,7 +167,8 @@ def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.con
         a, b = parts
         first = rounded_to_halves(low(a, S) * inverse, high(a, S) * inverse, S)
         second = rounded_to_halves(low(b, S) * inverse, high(b, S) * inverse, S)
-        return pin(in_lines(first, SHAPE[0]), S), pin(in_lines(second, SHAPE[0]), S), pin(unit, S)
+        xs = (pin(in_lines(first, SHAPE[0]), S), pin(in_lines(second, SHAPE[0]), S))
+        return xs + (tl.expand_dims(pin(unit, S), 0),)
     else:
         return pin(in_lines(parts[0], SHAPE[0]), S), pin(in_lines(parts[1], SHAPE[0]), S)
 
@@ -189,12 +216,73 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
         xs = xs + (pin(in_lines(highs, SHAPE[0]), S), pin(in_lines(lows, SHAPE[0]), S))
         total = dot4(ones, lows, dot4(ones, highs, tl.zeros_like(highs), S) * 256 + total, S)
     unit = pin((largest / (LARGEST * T.codes.lift)).to(tl.int32, bitcast=True), S)
+    xs = xs + (tl.expand_dims(unit, 0),)
     if T.codes.zero_points:
         sums = tl.trans(tl.sum(tl.reshape(total, (SHAPE[1], SHAPE[0], 4)), axis=2))
         sums = sums_of_lines(tl.expand_dims(sums, 1), T, K, 0, PARTS).to(tl.float32) * T.codes.lift
-        return xs + (unit, pin(sums.to(tl.int32, bitcast=True), S))
+        sums = tl.reshape(sums, (sums.shape[0], SHAPE[1]))
+        return xs + (pin(sums.to(tl.int32, bitcast=True), S),)
     else:
-        return xs + (unit,)
+        return xs
+
+
+# ---- operands of columns, which lie in memory: made once, read by all ----
+
+
+@triton.constexpr_function
+def shapes_of_parts(S, T, K, PARTS):
+    """Lines and words of each of `parts_of`."""
+    lines, threads = shape_of(T, K)
+    shapes = [(lines, 4 * threads)] * T.pack
+    if not T.codes.is_e4m3 or converts_e4m3(S):
+        shapes.append((1, threads))
+    if T.codes.zero_points:
+        shapes.append((lines if sets_of(T, K) > 1 else PARTS, threads))
+    return shapes
+
+
+@triton.jit
+def line_by_line(LINES: tl.constexpr, WORDS: tl.constexpr):
+    return tl.arange(0, LINES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+
+
+@triton.jit
+def store_parts(to, xs):
+    """What `parts_of` gives, one behind the other."""
+    for i in tl.static_range(len(xs)):
+        tl.store(to + line_by_line(xs[i].shape[0], xs[i].shape[1]), xs[i])
+        to += xs[i].numel
+
+
+@triton.jit
+def load_parts(
+    ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr
+):
+    """Them again, with a copy for every warp that has rows of its own, in the place of a tile's rows."""
+    COPIES: tl.constexpr = min(T.tile_rows, S.sizes.warps)
+    SHAPES: tl.constexpr = shapes_of_parts(S, T, K, PARTS)
+    copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), AXIS), 2)
+    xs = ()
+    for i in tl.static_range(len(SHAPES)):
+        j = tl.expand_dims(line_by_line(SHAPES[i][0], SHAPES[i][1]), 1 - AXIS)
+        xs = xs + (tl.load(ptr + (j + copy * 0)),)
+        ptr += SHAPES[i][0] * SHAPES[i][1]
+    return xs
+
+
+@triton.jit
+def for_rows(x, ROWS: tl.constexpr, AXIS: tl.constexpr):
+    """Lines x of operands beside those of a tile, whose dimension is AXIS: the same for all rows, or a copy each."""
+    if len(x.shape) == 2:
+        return tl.expand_dims(x, 1 - AXIS)
+    elif x.shape[1 - AXIS] == ROWS:
+        return x
+    elif AXIS == 1:
+        EACH: tl.constexpr = (ROWS // x.shape[0], x.shape[0], x.shape[1], x.shape[2])
+        return tl.reshape(tl.broadcast_to(tl.expand_dims(x, 0), EACH), (ROWS, EACH[2], EACH[3]))
+    else:
+        EACH: tl.constexpr = (x.shape[0], ROWS // x.shape[1], x.shape[1], x.shape[2])
+        return tl.reshape(tl.broadcast_to(tl.expand_dims(x, 1), EACH), (EACH[0], ROWS, EACH[3]))
 
 
 # ---- a tile times them ----
@@ -252,41 +340,41 @@ def sums_of_codes(
     AXIS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A tile K times operands `parts_of`, scaled: of each row and thread, for each of PARTS or of the lines."""
+    """A tile K times operands `parts_of`, and what that is to be multiplied by: of each row and thread, for each of
+    PARTS or of the lines."""
     w = tile[0]
     PACK: tl.constexpr = T.pack
+    ROWS: tl.constexpr = T.tile_rows
     FOURS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
     scale = for_lines(tile[1], T, K, AXIS)
     if T.codes.is_e4m3 and converts_e4m3(S):
         codes = halves_of_e4m3(w, S)
         products = tl.zeros_like(w)
         for i in tl.static_range(PACK):
-            products = multiply_halves(codes[i], tl.expand_dims(xs[i], 1 - AXIS), products, S)
+            products = multiply_halves(codes[i], for_rows(xs[i], ROWS, AXIS), products, S)
         total = sum_of_halves(tl.reshape(products, FOURS), S)
-        unit = tl.expand_dims(tl.expand_dims(xs[PACK], 0), 0).to(tl.float32, bitcast=True)
-        return sums_of_lines(total, T, K, AXIS, PARTS) * (scale * unit)
+        unit = for_rows(xs[PACK], ROWS, AXIS).to(tl.float32, bitcast=True)
+        return sums_of_lines(total, T, K, AXIS, PARTS), scale * unit
     elif T.codes.is_e4m3:
         EIGHTS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
         total = tl.zeros((w.shape[0], w.shape[1], w.shape[2] // 4), tl.float32)
         values = e4m3_values(w)
         for i in tl.static_range(PACK):
-            x = tl.expand_dims(xs[i], 1 - AXIS)
+            x = for_rows(xs[i], ROWS, AXIS)
             both = tl.join(values[2 * i] * low(x, S), values[2 * i + 1] * high(x, S))
             total += tl.sum(tl.reshape(both, EIGHTS), axis=3)
-        return sums_of_lines(total, T, K, AXIS, PARTS) * scale
+        return sums_of_lines(total, T, K, AXIS, PARTS), scale
     else:
         sum_h, sum_l = tl.zeros_like(w), tl.zeros_like(w)
         for half in tl.static_range(PACK // 2):
             codes = codes_in(w, half, T)
-            sum_h = dot4(codes, tl.expand_dims(xs[2 * half], 1 - AXIS), sum_h, S)
-            sum_l = dot4(codes, tl.expand_dims(xs[2 * half + 1], 1 - AXIS), sum_l, S)
+            sum_h = dot4(codes, for_rows(xs[2 * half], ROWS, AXIS), sum_h, S)
+            sum_l = dot4(codes, for_rows(xs[2 * half + 1], ROWS, AXIS), sum_l, S)
         sum_h = sums_of_lines(tl.sum(tl.reshape(sum_h, FOURS), axis=3), T, K, AXIS, PARTS)
         sum_l = sums_of_lines(tl.sum(tl.reshape(sum_l, FOURS), axis=3), T, K, AXIS, PARTS)
         total = ((sum_h << 8) + sum_l).to(tl.float32)
-        unit = tl.expand_dims(tl.expand_dims(xs[PACK], 0), 0).to(tl.float32, bitcast=True)
+        unit = for_rows(xs[PACK], ROWS, AXIS).to(tl.float32, bitcast=True)
         if T.codes.zero_points:
-            of_operands = xs[PACK + 1]
-            if AXIS == 1:
-                of_operands = tl.trans(of_operands, (1, 0, 2))
-            total -= for_lines(tile[2], T, K, AXIS) * of_operands.to(tl.float32, bitcast=True)
-        return total * (scale * unit)
+            of_operands = for_rows(xs[PACK + 1], ROWS, AXIS).to(tl.float32, bitcast=True)
+            total -= for_lines(tile[2], T, K, AXIS) * of_operands
+        return total, scale * unit

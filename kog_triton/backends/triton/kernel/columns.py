@@ -1,6 +1,7 @@
 """The matrices of a chunk of a prompt: x [columns, K] times rows of weights, each read once for all columns.
 
-Weights are the tiles that one token streams (matvec.py), here read as a row of 16-bit values wherever it stands.
+Weights are the tiles that one token streams (matvec.py), here read as a row of 16-bit values wherever it stands; narrow
+ones become such values on the way, rounded as the library has them (host/matrices.py).
 
 All blocks of a lane share its chunk, a row a token. Blocks own rows of a matrix as they do for one token; where that
 is few (o_proj, down_proj), `parts` of them take their rows together and a part of K each: a block then reads fewer of
@@ -15,6 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kog_triton.backends.triton.kernel.codes import shape_of, values_of
 from kog_triton.backends.triton.kernel.residual import biased, silu, stage_input
 from kog_triton.backends.triton.kernel.sync import dot_onto
 from kog_triton.backends.triton.kernel.words import in_range
@@ -70,14 +72,15 @@ def runs(S: Any, stage: int) -> list[tuple[int, int]]:
 
 
 @triton.constexpr_function
-def tile_values(S: Any, stage: int, k: int) -> tuple[int, int, int, int]:
-    """Of tile k along K: values before all blocks' tiles of the first unit, from one unit to the next, from one tile
-    along K to the next one as wide, and from a row to the next."""
+def tile_values(S: Any, stage: int, k: int) -> tuple[int, int, int, int, int]:
+    """Of tile k along K: values (of codes words) before all blocks' tiles of the first unit, from one unit to the next,
+    from one tile along K to the next one as wide, from a block to the next, and from a row to the next."""
     T = S.stages[stage]
     first, step = T.begins(k)
-    width = T.widths[k] * T.tile_rows * (T.units if T.wired else 1)
-    begins, units, along = (2 * words * S.num_blocks for words in (first, step, width))
-    return 2 * T.offset + begins, units, along, 2 * T.widths[k]
+    size, each = T.tile_words(k), 1 if T.is_narrow else 2
+    width = size * (T.units if T.wired else 1)
+    begins, units, along = (each * words * S.num_blocks for words in (first, step, width))
+    return each * T.offset + begins, units, along, each * size, each * T.stored_width(k)
 
 
 # ---- where vectors stand ----
@@ -134,30 +137,58 @@ def vectors(name: tl.constexpr, lane, t, p, S: tl.constexpr):
 
 
 @triton.jit
-def row_begins(row, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """Where rows of the stage begin in their tiles K, from the layer's first weight on."""
+def tile_begins(row, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Where tiles K of rows of the stage begin, from the layer's first weight on, and which row of its tile each is."""
     T: tl.constexpr = S.stages[STAGE]
     VALUES: tl.constexpr = tile_values(S, STAGE, K)
     owner, inner = row // T.block_rows, row % T.block_rows
     unit, r = inner // T.tile_rows, inner % T.tile_rows
-    own = (lane * S.group + owner) * (VALUES[3] * T.tile_rows) + r * VALUES[3]
-    return VALUES[0] + own + unit * VALUES[1]
+    return VALUES[0] + (lane * S.group + owner) * VALUES[3] + unit * VALUES[1], r
 
 
 @triton.jit
-def along(k, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """From there to value k behind it, at which a step begins: a row goes on in the next tile along K."""
+def step_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
+    """Where a step's weights [M, n] of rows [M] stand, value k behind tile K being the first, from the layer's first
+    weight on: a row goes on in the next tile along K. Of codes, then their scales [M, groups] and zero points."""
+    T: tl.constexpr = S.stages[STAGE]
     VALUES: tl.constexpr = tile_values(S, STAGE, K)
-    at = k // VALUES[3] * VALUES[2] + k % VALUES[3]
-    # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
-    return tl.multiple_of(at, step(S, STAGE))
+    WIDTH: tl.constexpr = 2 * T.widths[K]
+    STEP: tl.constexpr = step(S, STAGE)
+    tile, r = tile_begins(row, lane, S, STAGE, K)
+    if T.is_narrow:
+        SHAPE: tl.constexpr = shape_of(T, K)
+        GROUPS: tl.constexpr = T.codes.groups(WIDTH // 2)
+        WARPS: tl.constexpr = min(T.tile_rows, S.sizes.warps)
+        tile += k // WIDTH * VALUES[2]
+        i = tl.arange(0, STEP // (2 * T.pack))
+        # A thread's run of K goes on in the next line.
+        thread = k % WIDTH // (WIDTH // SHAPE[1]) + i // (4 * SHAPE[0])
+        word = (i // 4 % SHAPE[0] * SHAPE[1] + thread) * 4 + i % 4
+        group = k % WIDTH // (WIDTH // GROUPS) + tl.arange(0, step_groups(S, STAGE))
+        beside = (r % WARPS * GROUPS)[:, None] + group[None, :]
+        beside = beside * (T.tile_rows // WARPS) + (r // WARPS)[:, None]
+        codes = (tile + r * VALUES[4])[:, None] + word[None, :]
+        scales = tile[:, None] + T.tile_rows * VALUES[4] + beside
+        return codes, scales, scales + T.tile_rows * GROUPS
+    else:
+        at = k // WIDTH * VALUES[2] + k % WIDTH
+        # Otherwise unknown to the compiler, which then loads value by value, and not ahead.
+        at = tile + r * VALUES[4] + tl.multiple_of(at, STEP)
+        return (at[:, None] + tl.arange(0, STEP)[None, :],)
+
+
+@triton.constexpr_function
+def step_groups(S, stage):
+    """Of a step's codes in a row, groups that share a scale."""
+    group = S.stages[stage].codes.group
+    return max(1, step(S, stage) // group) if group else 1
 
 
 @triton.jit
 def weights_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr):
-    """Where value k of rows [M] of the stage stands, at which a step begins, from the layer's first weight on."""
+    """`step_at` of value k of the rows."""
     RUNS: tl.constexpr = len(runs(S, STAGE))
-    at = row_begins(row, lane, S, STAGE, 0) + along(k, S, STAGE, 0)
+    at = step_at(row, k, lane, S, STAGE, 0)
     for run in tl.static_range(1, RUNS):
         at = narrower_at(at, row, k, lane, S, STAGE, run)
     return at
@@ -167,8 +198,36 @@ def weights_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr):
 def narrower_at(at, row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, RUN: tl.constexpr):
     """`at` before the run RUN of equally wide tiles along K, from there on where value k stands in these."""
     FIRST: tl.constexpr = runs(S, STAGE)[RUN]
-    here = row_begins(row, lane, S, STAGE, FIRST[0]) + along(k - FIRST[1], S, STAGE, FIRST[0])
-    return tl.where(k < FIRST[1], at, here)
+    here = step_at(row, k - FIRST[1], lane, S, STAGE, FIRST[0])
+    either = ()
+    for i in tl.static_range(len(at)):
+        either = either + (tl.where(k < FIRST[1], at[i], here[i]),)
+    return either
+
+
+@triton.jit
+def load_weights(base, row, owned, k, lane, S: tl.constexpr, STAGE: tl.constexpr):
+    """Weights [M, values of a step] of rows from value k on, of 16 bits; zeros of rows that are not `owned`."""
+    T: tl.constexpr = S.stages[STAGE]
+    at = weights_at(row, k, lane, S, STAGE)
+    ws = tl.load(base + at[0], mask=owned[:, None], other=0, eviction_policy="evict_first")
+    if not T.is_narrow:
+        return ws
+    else:
+        M: tl.constexpr = row_tile(S, STAGE)
+        GROUPS: tl.constexpr = step_groups(S, STAGE)
+        values = tl.reshape(values_of(ws, T), (M, GROUPS, step(S, STAGE) // GROUPS))
+        if T.codes.zero_points:
+            values -= load_floats(base + at[2], owned)
+        values *= load_floats(base + at[1], owned)
+        return tl.reshape(values, (M, step(S, STAGE)))
+
+
+@triton.jit
+def load_floats(ptr, owned):
+    """Of the groups of rows, [M, groups, 1]."""
+    words = tl.load(ptr, mask=owned[:, None], other=0)
+    return tl.expand_dims(words.to(tl.float32, bitcast=True), 2)
 
 
 @triton.jit
@@ -189,18 +248,23 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     for i in tl.range(first, last, num_stages=S.sizes.steps):
         at = i * STEP
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
-        ws = tl.load(
-            base + (weights_at(row, at, lane, S, STAGE)[:, None] + k[None, :]),
-            mask=owned[:, None],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        total = dot_onto(total, xs, tl.trans(ws), S)
+        ws = load_weights(base, row, owned, at, lane, S, STAGE)
+        total = dot_onto(total, xs, tl.trans(ws.to(xs.dtype)), S)
     return total
 
 
 @triton.jit
-def multiply(base, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr):
+def first_weight(layer, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """Of a layer: a pointer to values, or to words of codes."""
+    first = (layer + tl.zeros((), tl.int64)) * S.layer_words
+    if S.stages[STAGE].is_narrow:
+        return p.weights + first
+    else:
+        return p.half_weights + 2 * first
+
+
+@triton.jit
+def multiply(layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr):
     """The block's rows of a stage for all columns, each tile of rows handed to STORE: y [columns, M], row, owned .."""
     T: tl.constexpr = S.stages[STAGE]
     M: tl.constexpr = row_tile(S, STAGE)
@@ -208,6 +272,7 @@ def multiply(base, layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE:
     TILES: tl.constexpr = (SPAN + M - 1) // M
     PARTS: tl.constexpr = parts(S, STAGE)
     x = vectors(stage_input(STAGE), p.lane, 0, p, S)
+    base = first_weight(layer, p, S, STAGE)
     part = p.group_index % PARTS
     for tile in range(TILES):
         m = tile * M + tl.arange(0, M)

@@ -134,6 +134,15 @@ def score_lanes(x, logits, first, stream, phase, alive, p, S: tl.constexpr):
 
 
 @triton.jit
+def of_head(stream, p, S: tl.constexpr):
+    """The stream as lm_head begins: what was asked for as if for qkv_proj is the head's where their tiles are alike."""
+    if S.head_alike:
+        return stream
+    else:
+        return stream[0], stream[1], first_tiles(stream[0], p, S, 4)
+
+
+@triton.jit
 def score(x, gains, row, epoch, stream, alive, p, S: tl.constexpr):
     """Logits of the block's rows into row `row` of p.logits; `epoch` counts heads. The weight stream and alive."""
     phase = epoch & 1
@@ -143,8 +152,7 @@ def score(x, gains, row, epoch, stream, alive, p, S: tl.constexpr):
         send_part(x, gains, phase, p, S)
         stream, alive = score_lanes(x, logits, first, stream, phase, alive, p, S)
     else:
-        if not S.head_alike:  # else what was asked for as if for qkv_proj is the head's
-            stream = (stream[0], stream[1], first_tiles(stream[0], p, S, 4))
+        stream = of_head(stream, p, S)
         if S.lanes > 1 and S.head_mode != VOCAB_PARALLEL:
             y, alive = mix_lanes(x, gains, phase, alive, p, S)
         else:

@@ -15,7 +15,15 @@ their way while the block publishes, waits and gathers. A tile is known by its r
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.codes import parts_of, sums_of_codes, with_scales
+from kog_triton.backends.triton.kernel.codes import (
+    for_rows,
+    load_parts,
+    parts_of,
+    sets_of,
+    stacked,
+    sums_of_codes,
+    with_scales,
+)
 from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
 from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, unscaled
 from kog_triton.schedule.triton import StageTiles, Tiles
@@ -23,9 +31,10 @@ from kog_triton.schedule.triton import StageTiles, Tiles
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
-# The loop over a shared step's columns, half of which are written out: weights are unpacked once for them. Without a
-# loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
-COLUMN_LOOP: tl.constexpr = tl.constexpr(2)
+# Iterations of the loop over a shared step's columns: half of them are written out, weights unpacked once for these.
+# Without a loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
+COLUMN_LOOP = 2
+NARROW_COLUMNS = 2  # of narrow weights, whose code is longer, at most so many
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
 RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -65,6 +74,13 @@ def split_lines(S, stage, k):
 def sums_width(S, stage, k=0):
     """Sums of a row that threads keep: those of tile k."""
     return split_lines(S, stage, k) * min(S.stages[stage].stored_width(k), LINE.value) // 4
+
+
+@triton.constexpr_function
+def written_out(S, stage, columns):
+    """Columns of one iteration."""
+    count = columns // COLUMN_LOOP
+    return min(count, NARROW_COLUMNS) if S.stages[stage].is_narrow else count
 
 
 @triton.constexpr_function
@@ -158,64 +174,57 @@ def load_operands(xs, column, S: tl.constexpr, STAGE: tl.constexpr, K: tl.conste
     T: tl.constexpr = S.stages[STAGE]
     COPIES: tl.constexpr = min(T.tile_rows, S.sizes.warps)
     COUNT: tl.constexpr = T.cols // 2
-    j = tl.expand_dims(index_of(T, K), 1 - LINES_AXIS)
-    copy = tl.arange(0, COPIES)
-    copy = tl.expand_dims(tl.expand_dims(copy, LINES_AXIS), 2)
-    at = xs + column * S.total_words + j + copy * 0
-    if T.first_word(K) + T.widths[K] > COUNT:
-        return tl.load(at, mask=(j < COUNT) & (copy >= 0), other=0)
+    xs += column * S.total_words
+    if T.is_narrow:
+        return load_parts(xs + T.operands_before(K), S, T, K, LINES_AXIS, split_lines(S, STAGE, K))
     else:
-        return tl.load(at)
+        j = tl.expand_dims(index_of(T, K), 1 - LINES_AXIS)
+        copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), LINES_AXIS), 2)
+        at = xs + j + copy * 0
+        if T.first_word(K) + T.widths[K] > COUNT:
+            return tl.load(at, mask=(j < COUNT) & (copy >= 0), other=0)
+        else:
+            return tl.load(at)
 
 
 @triton.jit
 def products(w, x, S: tl.constexpr):
     """Of the halves of words w, a tile, and x: [lines, LINE], or one for each of COPIES rows; w's shape and 2."""
-    ROWS_AXIS: tl.constexpr = 1 - LINES_AXIS
-    if len(x.shape) == 2:
-        x = tl.expand_dims(x, ROWS_AXIS)
-        return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
-    elif x.shape[ROWS_AXIS] == w.shape[ROWS_AXIS]:
-        return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
-    else:
-        EACH: tl.constexpr = w.shape[ROWS_AXIS] // x.shape[ROWS_AXIS]
-        if ROWS_AXIS == 0:
-            APART: tl.constexpr = (EACH, x.shape[0], x.shape[1], x.shape[2])
-        else:
-            APART: tl.constexpr = (x.shape[0], EACH, x.shape[1], x.shape[2])
-        w4, x4 = tl.reshape(w, APART), tl.expand_dims(x, ROWS_AXIS)
-        both = tl.join(low(w4, S) * low(x4, S), high(w4, S) * high(x4, S))
-        return tl.reshape(both, (w.shape[0], w.shape[1], w.shape[2], 2))
+    x = for_rows(x, w.shape[1 - LINES_AXIS], LINES_AXIS)
+    return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
 
 
 @triton.jit
 def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """Products of tile K and words x, as far as a thread can sum them alone: [tile_rows, parts of them].
-
-    Of a tile that is `narrow`, [tile_rows].
-    """
+    """Products of tile K and words x, as far as a thread can sum them alone, [tile_rows, parts of them], and what they
+    are to be multiplied by: a tuple of one or both."""
     PARTS: tl.constexpr = split_lines(S, STAGE, K)
     T: tl.constexpr = S.stages[STAGE]
     if T.is_narrow:
-        sums = sums_of_codes(w, x, S, T, K, LINES_AXIS, PARTS)
+        sums, factor = sums_of_codes(w, x, S, T, K, LINES_AXIS, PARTS)
+        if sets_of(T, K) > 1:
+            return (by_thread(sums * factor, PARTS),)
+        else:
+            return by_thread(sums, PARTS), by_thread(tl.broadcast_to(factor, sums.shape), PARTS)
     else:
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
-        sums = tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3)
+        return (by_thread(tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3), PARTS),)
+
+
+@triton.jit
+def by_thread(sums, PARTS: tl.constexpr):
+    """Sums of lines, added up for each of PARTS: [tile_rows, parts of a row]."""
     if PARTS == 1:
-        sums = tl.sum(sums, axis=LINES_AXIS)
+        return tl.sum(sums, axis=LINES_AXIS)
     elif LINES_AXIS == 1:
         SPLIT: tl.constexpr = (sums.shape[0], sums.shape[1] // PARTS, PARTS, sums.shape[2])
         sums = tl.sum(tl.reshape(sums, SPLIT), axis=1)
-        sums = tl.reshape(sums, (SPLIT[0], PARTS * SPLIT[3]))
+        return tl.reshape(sums, (SPLIT[0], PARTS * SPLIT[3]))
     else:
         SPLIT: tl.constexpr = (sums.shape[0] // PARTS, PARTS, sums.shape[1], sums.shape[2])
         sums = tl.trans(tl.sum(tl.reshape(sums, SPLIT), axis=0), (1, 0, 2))
-        sums = tl.reshape(sums, (SPLIT[2], PARTS * SPLIT[3]))
-    if narrow(S, STAGE, K):
-        return tl.sum(sums, axis=1)
-    else:
-        return sums
+        return tl.reshape(sums, (SPLIT[2], PARTS * SPLIT[3]))
 
 
 # ---- sums of rows: a tuple of tensors, one a column; those that are next to grow stand first, then they go last ----
@@ -236,16 +245,23 @@ def no_sums(S: tl.constexpr, STAGE: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """The sums with one column's part of its tile K, which the first K tile starts anew."""
-    part = multiply(w, x, S, STAGE, K)
-    total, rest = sums[0], rests[0]
-    if K == 0:
-        total = part
-    elif narrow(S, STAGE, K):
-        if narrow(S, STAGE, K - 1):
-            part += rest
-        rest = part
+    parts = multiply(w, x, S, STAGE, K)
+    part, total, rest = parts[0], sums[0], rests[0]
+    if K > 0 and not narrow(S, STAGE, K) and len(parts) == 2:
+        # One instruction, spelled out: which of two products the compiler rounds first is the same in all kernels.
+        total = tl.fma(part, parts[1], total)
     else:
-        total += part
+        if len(parts) == 2:
+            part *= parts[1]
+        if K == 0:
+            total = part
+        elif narrow(S, STAGE, K):
+            part = tl.sum(part, axis=1)
+            if narrow(S, STAGE, K - 1):
+                part += rest
+            rest = part
+        else:
+            total += part
     return sums[1:] + (total,), rests[1:] + (rest,)
 
 
@@ -279,7 +295,7 @@ def add_tile(
     if COLUMNS == 1:
         return add_part(sums, rests, w, xs, S, STAGE, K)
     else:
-        GROUP: tl.constexpr = COLUMNS // COLUMN_LOOP
+        GROUP: tl.constexpr = written_out(S, STAGE, COLUMNS)
         for column in range(0, COLUMNS, GROUP):
             for i in tl.static_range(GROUP):
                 x = load_operands(xs, column + i, S, STAGE, K)
@@ -322,18 +338,6 @@ def wired(stream, xs, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.const
         y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
         ys = ys + (unscaled(y, S),)
     return ys, (base, behind, fetched)
-
-
-@triton.jit
-def stacked(ts, COUNT: tl.constexpr):
-    """COUNT tensors as one, with a last dimension of two for each halving of COUNT."""
-    if COUNT == 1:
-        return ts[0]
-    else:
-        pairs = ()
-        for i in tl.static_range(COUNT // 2):
-            pairs = pairs + (tl.join(ts[i], ts[i + COUNT // 2]),)
-        return stacked(pairs, COUNT // 2)
 
 
 @triton.jit

@@ -2,10 +2,13 @@
 
     feed > qkv_proj > splits > heads > o_proj > feed > gate_up_proj > down_proj > feed ...     then lm_head, and choices
 
+With narrow weights `prepare` comes before o_proj and down_proj.
+
 A column has words and a row of logits of its own (`at_column`), in which the functions of the step for one request
 work, in their order of sums: a request gets the same bits alone and among others. Nobody waits for a word: after every
 part of a layer all blocks meet. `feed` adds a module's output to the residual stream and norms it; every block has the
-stream of one column, which as many others have too, and operands are read from memory by all.
+stream of one column, which as many others have too, and operands are read from memory by all. Those of narrow weights
+are made once (codes.parts_of): by who norms the stream, and of what attention and gate_up_proj leave by `prepare`.
 """
 
 import triton
@@ -13,15 +16,17 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import ask_constants, join_heads, walk_splits
 from kog_triton.backends.triton.kernel.chunk import gather
+from kog_triton.backends.triton.kernel.codes import store_parts
 from kog_triton.backends.triton.kernel.head import (
     choose,
     head_rows,
     keep,
     no_candidate,
+    of_head,
     store_logits,
 )
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, qkv_proj
-from kog_triton.backends.triton.kernel.matvec import either, first_tiles, rowwise, wired
+from kog_triton.backends.triton.kernel.matvec import either, first_tiles, kept, rowwise, wired
 from kog_triton.backends.triton.kernel.pointers import Given, given
 from kog_triton.backends.triton.kernel.residual import (
     join,
@@ -46,11 +51,17 @@ from kog_triton.backends.triton.kernel.slots import (
     state_of,
 )
 from kog_triton.backends.triton.kernel.sync import meet, stamp
-from kog_triton.backends.triton.kernel.words import diagnose_timeout, nth, plane_index, plane_tiles
+from kog_triton.backends.triton.kernel.words import (
+    diagnose_timeout,
+    index,
+    nth,
+    plane_index,
+    plane_tiles,
+)
 
 WORDS: tl.constexpr = tl.constexpr(Given._fields.index("words"))
 LOGITS: tl.constexpr = tl.constexpr(Given._fields.index("logits"))
-MEETINGS: tl.constexpr = tl.constexpr(8)  # of a layer
+PARTS: tl.constexpr = tl.constexpr(8)  # of a layer, each of which ends in a meeting
 POINTS = (  # that are stamped; the last meeting and down_proj's join end where the next layer starts
     "start", "operands stored", "met", "qkv_proj", "met", "splits walked", "met", "splits joined", "met", "o_proj",
     "met", "o_proj joined, operands stored", "met", "gate_up_proj", "met", "down_proj",
@@ -66,36 +77,95 @@ def at_column(p, column, group_index, S: tl.constexpr):
     )
 
 
+@triton.constexpr_function
+def operands_of(S, stage):
+    """The region in which all blocks read what o_proj or down_proj multiplies."""
+    return S.region(stage_input(stage) + "_operands" * S.stages[stage].is_narrow)
+
+
 @triton.jit
-def store_operands(x, gains, own, p, S: tl.constexpr, COLUMNS: tl.constexpr):
-    """The normed stream of the block's column, as matrices read it; blocks of one column store a part each."""
+def store_operands(x, gains, own, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """The normed stream of the block's column, as STAGE reads it; blocks of one column store a part each."""
+    T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     EACH: tl.constexpr = S.num_blocks // COLUMNS
     xs = rounded(rms_norm(x, gains, S), S)
     to = p.words + own * S.total_words + S.region("x")
     for c in tl.static_range(plane_tiles(S)):
-        j = plane_index(c, S)
-        mine = (j < HALF) & (j * EACH // HALF == p.block // COLUMNS)
-        tl.store(to + j, xs[c], mask=mine)
+        if T.is_narrow:
+            if c % EACH == p.block // COLUMNS:
+                store_parts(to + T.operands_before(c), kept(xs[c], S, STAGE, c))
+        else:
+            j = plane_index(c, S)
+            mine = (j < HALF) & (j * EACH // HALF == p.block // COLUMNS)
+            tl.store(to + j, xs[c], mask=mine)
+
+
+@triton.jit
+def prepare(count, p, S: tl.constexpr, STAGE: tl.constexpr):
+    """Operands of o_proj (STAGE 1) or down_proj (3), of the words that were published: a column's tile a block."""
+    T: tl.constexpr = S.stages[STAGE]
+    RUNS: tl.constexpr = T.runs
+    for run in tl.static_range(len(RUNS)):
+        prepare_run(count, p, S, STAGE, RUNS[run][0], RUNS[run][1])
+
+
+@triton.jit
+def prepare_run(
+    count, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, TILES: tl.constexpr
+):
+    """Of TILES tiles as wide as FIRST."""
+    T: tl.constexpr = S.stages[STAGE]
+    FROM: tl.constexpr = S.region(stage_input(STAGE))
+    TO: tl.constexpr = operands_of(S, STAGE) + T.operands_before(FIRST)
+    for task in range(p.block, count * TILES, S.num_blocks):
+        words, tile = p.words + task // TILES * S.total_words, task % TILES
+        j = T.first_word(FIRST) + tile * T.widths[FIRST] + index(T.widths[FIRST])
+        x = tl.load(words + FROM + j, mask=j < T.cols // 2, other=0)
+        store_parts(words + TO + tile * T.operand_words(FIRST), kept(x, S, STAGE, FIRST))
+
+
+@triton.constexpr_function
+def meetings(S, part):
+    """Of a layer before the one behind `part`."""
+    prepared = (S.stages[1].is_narrow and part > 3) + (S.stages[3].is_narrow and part > 6)
+    return part + prepared
 
 
 @triton.jit
 def met(number, PART: tl.constexpr, say, layer, alive, p, S: tl.constexpr):
     """Alive, after the meeting behind part PART of a layer; `number` is that of the layer's first one."""
-    stamp(p, number // MEETINGS, 2 * PART + 1, S)
-    _, alive = gather(number + PART, say, layer, alive, p, S)
-    if PART < MEETINGS - 1:
-        stamp(p, number // MEETINGS, 2 * PART + 2, S)
+    run = number // meetings(S, PARTS)
+    stamp(p, run, 2 * PART + 1, S)
+    _, alive = gather(number + meetings(S, PART), say, layer, alive, p, S)
+    if PART < PARTS - 1:
+        stamp(p, run, 2 * PART + 2, S)
     return alive
 
 
 @triton.jit
-def shared_module(stream, layer, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Publish every column's rows of o_proj (STAGE 1) or down_proj (3); returns the weight stream."""
-    INPUT: tl.constexpr = stage_input(STAGE)
-    ys, stream = wired(stream, p.words + S.region(INPUT), p, S, STAGE, COLUMNS)
+def shared_module(
+    stream,
+    count,
+    number,
+    layer,
+    alive,
+    p,
+    S: tl.constexpr,
+    STAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Publish every column's rows of o_proj (STAGE 1) or down_proj (3); the weight stream, and alive.
+
+    `number` is that of the layer's first meeting.
+    """
+    if S.stages[STAGE].is_narrow:
+        prepare(count, p, S, STAGE)
+        BEFORE: tl.constexpr = meetings(S, 4 if STAGE == 1 else 7) - 1
+        _, alive = gather(number + BEFORE, 0, layer, alive, p, S)
+    ys, stream = wired(stream, p.words + operands_of(S, STAGE), p, S, STAGE, COLUMNS)
     publish_rows(ys, layer, None, p, S, STAGE, COLUMNS)
-    return stream
+    return stream, alive
 
 
 @triton.jit
@@ -113,8 +183,8 @@ def run_shared_layers(
     operands = p.words + S.region("x")
     for layer in tl.range(S.num_layers, disable_licm=True):
         stream = (base, either(layer == S.num_layers - 1, behind, base + S.layer_words), fetched)
-        stamp(p, number // MEETINGS, 0, S)
-        store_operands(x, gains, own, p, S, COLUMNS)
+        stamp(p, number // meetings(S, PARTS), 0, S)
+        store_operands(x, gains, own, p, S, 0, COLUMNS)
         alive = met(number, 0, control, layer, alive, p, S)
         stream = qkv_proj(stream, operands, layer, None, p, S, COLUMNS)
         alive = met(number, 1, control, layer, alive, p, S)
@@ -133,22 +203,22 @@ def run_shared_layers(
             here = at_column(p, column, apart, S)
             alive = join_heads(constants, layer, at, None, alive, here, S)
         alive = met(number, 3, control, layer, alive, p, S)
-        stream = shared_module(stream, layer, p, S, 1, COLUMNS)
+        stream, alive = shared_module(stream, count, number, layer, alive, p, S, 1, COLUMNS)
         gains = load_gains(2 * layer + 1, p, S)
         alive = met(number, 4, control, layer, alive, p, S)
         x, alive = join(x, 0, layer, 0, None, alive, mine, S, 1)
-        store_operands(x, gains, own, p, S, COLUMNS)
+        store_operands(x, gains, own, p, S, 2, COLUMNS)
         alive = met(number, 5, control, layer, alive, p, S)
         stream = gate_up_proj(stream, operands, layer, None, p, S, COLUMNS)
         alive = met(number, 6, control, layer, alive, p, S)
-        stream = shared_module(stream, layer, p, S, 3, COLUMNS)
+        stream, alive = shared_module(stream, count, number, layer, alive, p, S, 3, COLUMNS)
         gains = load_gains(2 * layer + 2, p, S)
         alive = met(number, 7, control, layer, alive, p, S)
         x, alive = join(x, 0, layer, 0, None, alive, mine, S, 3)
-        number += MEETINGS
+        number += meetings(S, PARTS)
         fetched = stream[2]
         base = base + S.layer_words
-    store_operands(x, gains, own, p, S, COLUMNS)
+    store_operands(x, gains, own, p, S, 4, COLUMNS)
     heard, alive = gather(number, control, S.num_layers, alive, p, S)
     return number + 1, heard, fetched, alive
 
@@ -179,7 +249,7 @@ def shared_kernel(p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr
         if scores != 0:
             first, _, vocab_first = head_rows(p, S)
             out = (first, vocab_first, 0)
-            stream = (head, layers, fetched)
+            stream = of_head((head, layers, fetched), p, S)
             xs = p.words + S.region("x")
             stream = rowwise(stream, xs, p.logits, out, p, S, 4, store_logits, COLUMNS)
             fetched = stream[2]
