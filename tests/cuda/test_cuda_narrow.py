@@ -234,6 +234,17 @@ def test_attention_alone_says_what_bytes_o_proj_would_multiply(case):
         assert error_of(got[key], want) < LIMITS[ours.spec.dtype], key
 
 
+def test_attention_of_many_heads_is_staged_as_bytes_eight_values_a_thread():
+    spec = narrow_spec(
+        FORMATS["int4-g128"], **LARGE | {"hidden_size": 128, "num_heads": 66, "num_kv_heads": 2}
+    )
+    weights = NarrowWeights(spec, ArrayWeights(spec))
+    ours = FiberBackend(weights, BackendOptions(), 2)
+    o_proj = ours.layout.lowering.schedule.stage("o_proj")
+    assert ours.layout.lowering.padded_k(o_proj) >= 8 * batches.THREADS > o_proj.cols % 512 > 0
+    assert_stage_agrees(ours, ReferenceBackend(weights, BackendOptions()), "attention")
+
+
 COUNT = 4
 SHARING = 4  # blocks that eight columns of four key/value heads need
 
