@@ -396,7 +396,8 @@ def _tiling(
         for k_step in (k, k * fragments):
             tiling = Tiling(rows * WARPS // warps_k, warps_k, k_step, rows)
             steps = tiling.padded_k(stage.cols) // warps_k // k
-            if not weights.format and _is_long(stage, weights, steps, fragments):
+            long_units = _is_long(stage, weights, steps, fragments)
+            if long_units and not weights.format:
                 continue
             if not _is_staged(schedule, stage, tiling, frag_k):
                 continue
@@ -408,15 +409,15 @@ def _tiling(
             # The slowest block sets the stage's time, the sum the bytes.
             slowest = int(reads.max()) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
             bytes_read = int(reads.sum()) * (1 if warps_k == WARPS else SHARED_COST)
-            options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
+            options.append((overtaken, slowest, bytes_read, long_units, -warps_k, tiling))
     if not options:
         return None
-    best = min(options, key=lambda option: option[:4])
+    best = min(options, key=lambda option: option[:-1])
     plain = min(
-        (option for option in options if option[4].fragment_rows == MMA_ROWS),
-        key=lambda option: option[:4],
+        (option for option in options if option[-1].fragment_rows == MMA_ROWS),
+        key=lambda option: option[:-1],
         default=best,
     )
     if best[0] == plain[0] and best[2] > MOST_PADDING * plain[2]:
-        return plain[4]
-    return best[4]
+        return plain[-1]
+    return best[-1]

@@ -150,8 +150,9 @@ struct Ahead {
   static constexpr int kSureSlots = (kSure * Stage::kUnitFragments + kFragments - 1) / kFragments;
   static constexpr int kAllSlots = (kLongest * Stage::kUnitFragments + kFragments - 1) / kFragments;
   static constexpr int kRoom =
-      kLeast<kLeast<kMostAheadOf<typename Stage::Weights>, kRingSlots>,
-             Stage::kBatch * Stage::kUnitFragments / kFragments>;
+      Stage::kLongUnits ? 0
+                        : kLeast<kLeast<kMostAheadOf<typename Stage::Weights>, kRingSlots>,
+                                 Stage::kBatch * Stage::kUnitFragments / kFragments>;
   static constexpr bool kWhole = kAllSlots <= kRoom;
   static constexpr int kMost = kWhole ? kAllSlots : kAllOrNone ? 0 : kLeast<kRoom, kSureSlots>;
   // Part of a period only where its code is laid out slot by slot.
