@@ -50,6 +50,9 @@ CHUNKS = ((32, 2), (32, 3), (16, 3), (16, 4))
 # Where a block reads faster or slower than an H200's, as many as take it as long: an estimate, not a measurement.
 WINDOW_BYTES, CALM_BYTES = 48 * KB, 32 * KB
 STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB
+# Of narrow weights, whose blocks exchange words more often by the byte: Qwen3-32B int4 1 %, 8B int4 2 to 3 % faster,
+# FP8 alike (H200: benchmarks/cuda-log.md#narrow-32b).
+NARROW_CALM_BYTES = 32 * KB
 MEASURED_RATE = GPUS["h200"].block_rate
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
 # Units that do not end with a ring slot are multiplied by unrolled code: fragments up to where they do.
@@ -112,6 +115,8 @@ class CudaLowering(Partition):
 
     @cached_property
     def calm_slots(self) -> int:
+        if self.schedule.spec.narrow:
+            return self.slots_in_flight(NARROW_CALM_BYTES)
         return self.slots_in_flight(STREAM_CALM_BYTES if self.streams else CALM_BYTES)
 
     @cached_property
@@ -197,6 +202,11 @@ class CudaLowering(Partition):
     def unit_fragments(self, stage: Stage) -> int:
         """Fragments along K of one warp, for one unit."""
         return self.steps(stage) // self.weights[stage.name].pack
+
+    def long_units(self, stage: Stage) -> bool:
+        """Whether units end within ring slots and are too long for code that is laid out: of narrow weights each of a
+        period has a loop of its own then (include/kog/matvec.h, multiply_long_units); no others are cut so."""
+        return _is_long(stage, self.weights[stage.name], self.unit_fragments(stage), self.fragments)
 
     def stage_fragments(self, stage: Stage, layer: int, block: Units, rank: int = 0) -> Units:
         """Fragments of one warp in one run of a stage by the block with this group index, or by each of an array."""
@@ -324,6 +334,14 @@ def _cost(lowering: CudaLowering) -> float:
     return read * (NARROW_COST if lowering.frag_k == 16 else 1)
 
 
+def _is_long(stage: Stage, weights: StreamWeights, fragments_of_unit: int, fragments: int) -> bool:
+    period = unit_period(fragments_of_unit, fragments)
+    # Code that is laid out does not read operands unit by unit, as kernels of columns may read down_proj's
+    # (backends/cuda/layout/batches.py, read_steps).
+    most = UNROLLED // weights.pack if stage.source == "mlp" else UNROLLED
+    return period > 1 and period * fragments_of_unit > most
+
+
 def unit_period(fragments_of_unit: int, fragments: int) -> int:
     """Units after which the last one ends with a ring slot."""
     return math.lcm(fragments_of_unit, fragments) // fragments_of_unit
@@ -371,8 +389,6 @@ def _tiling(
     weights = stage_weights(schedule, stage, frag_k)
     if weights.why_not():
         return None
-    # Kernels of columns may read down_proj's operands unit by unit, each of whole ring slots (batches.read_steps).
-    most = UNROLLED // weights.pack if stage.source == "mlp" else UNROLLED
     for rows, warps_k in itertools.product(FRAGMENT_ROWS, (16, 8, 4, 2)):
         if weights.format and rows != MMA_ROWS:
             continue
@@ -380,8 +396,8 @@ def _tiling(
         for k_step in (k, k * fragments):
             tiling = Tiling(rows * WARPS // warps_k, warps_k, k_step, rows)
             steps = tiling.padded_k(stage.cols) // warps_k // k
-            period = unit_period(steps, fragments)
-            if period > 1 and period * steps > most:
+            long_units = _is_long(stage, weights, steps, fragments)
+            if long_units and not weights.format:
                 continue
             if not _is_staged(schedule, stage, tiling, frag_k):
                 continue
@@ -393,15 +409,15 @@ def _tiling(
             # The slowest block sets the stage's time, the sum the bytes.
             slowest = int(reads.max()) * (1 if rows == MMA_ROWS else FOUR_ROWS_COST)
             bytes_read = int(reads.sum()) * (1 if warps_k == WARPS else SHARED_COST)
-            options.append((overtaken, slowest, bytes_read, -warps_k, tiling))
+            options.append((overtaken, slowest, bytes_read, long_units, -warps_k, tiling))
     if not options:
         return None
-    best = min(options, key=lambda option: option[:4])
+    best = min(options, key=lambda option: option[:-1])
     plain = min(
-        (option for option in options if option[4].fragment_rows == MMA_ROWS),
-        key=lambda option: option[:4],
+        (option for option in options if option[-1].fragment_rows == MMA_ROWS),
+        key=lambda option: option[:-1],
         default=best,
     )
     if best[0] == plain[0] and best[2] > MOST_PADDING * plain[2]:
-        return plain[4]
-    return best[4]
+        return plain[-1]
+    return best[-1]

@@ -165,6 +165,11 @@ PLAIN = {
         0.02,
     ),
     "windows, splits": (f16_spec(windows=(5, 0, 3)), {"split_least": 2}, 0.015),
+    "splits of so many heads that a thread stages eight values": (
+        f16_spec(hidden_size=40, num_heads=66, num_kv_heads=2, head_dim=64, intermediate_size=64),
+        {"split_least": 4},
+        0.02,
+    ),
     "joins of many splits by several warps": (
         f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, head_dim=24),
         {"split_least": 1, "merged_length": 11},
@@ -187,6 +192,7 @@ PLAIN = {
         "sizes that divide by nothing",
         "ring slots that end within units, which some blocks have more of",
         "windows, splits",
+        "splits of so many heads that a thread stages eight values",
         "joins of many splits by several warps",
     ),
 )

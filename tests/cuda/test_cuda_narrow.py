@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from kog_triton.bench.kl_limit import UNPACKED
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.weight_format import FORMATS, Code
 from kog_triton.sampling import SamplingParams
-from kog_triton.schedule.cuda import STREAM_WINDOW_BYTES, lower
+from kog_triton.schedule.cuda import STREAM_WINDOW_BYTES, WARPS, lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_planting import plant
@@ -91,6 +92,56 @@ def test_units_that_end_within_a_ring_slot(how):
 )
 def test_such_units_of_requests_among_others(how, count):
     weights = five_fragments(how)
+    backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
+    served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
+    one = FiberBackend(weights, BackendOptions(num_slots=1), SHARING)
+    for slot, steps in served.items():
+        assert steps == run(one, request(0, PROMPTS[slot], COUNT))[0]
+
+
+LONG = {
+    "int4-g128": 5,
+    "fp8-block": 9,
+}  # fragments of a unit of down_proj, which ends within a ring slot
+
+
+def long_units(how, blocks):
+    """Weights whose units of down_proj have loops of their own; their lowering and that stage."""
+    inputs = WARPS * LONG[how] * {"int4-g128": 128, "fp8-block": 64}[how]
+    sizes = {"hidden_size": 128, "intermediate_size": inputs, "head_dim": 16}
+    spec = narrow_spec(FORMATS[how], **LARGE | sizes)
+    lowering = lower(build(spec), GPUS["h200"], blocks)
+    stage = lowering.schedule.stage("down_proj")
+    assert lowering.long_units(stage) and lowering.unit_fragments(stage) == LONG[how]
+    return NarrowWeights(spec, ArrayWeights(spec)), lowering, stage
+
+
+@pytest.mark.parametrize("how", LONG)
+def test_units_too_long_to_be_laid_out(how):
+    weights, lowering, stage = long_units(how, 3)
+    first, last = lowering.unit_bounds(stage, 0, np.arange(3))
+    assert sorted(last - first) == [5, 5, 6]  # a period begun and not ended, too
+    ours = FiberBackend(weights, BackendOptions(), 3)
+    assert_stage_agrees(ours, ReferenceBackend(weights, BackendOptions()), "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("how", "count", "room"),
+    [
+        ("int4-g128", 2, 0),
+        ("int4-g128", 2, 30_000),
+        pytest.param("int4-g128", 8, 100_000, marks=pytest.mark.slow),
+        pytest.param("int4-g128", 8, 50_000, marks=pytest.mark.slow),
+        pytest.param("fp8-block", 8, 50_000, marks=pytest.mark.slow),
+        pytest.param("fp8-block", 2, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_long_units_of_requests_among_others(how, count, room, monkeypatch):
+    """With operands in registers and in scratch, and where that has no room for all, in memory."""
+    weights, lowering, stage = long_units(how, SHARING)
+    if room:
+        monkeypatch.setattr(batches, "scratch_room", lambda lowering: room)
+    assert bool(batches.read_steps(lowering, stage, count)) == bool(room)
     backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
     served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
     one = FiberBackend(weights, BackendOptions(num_slots=1), SHARING)
@@ -181,6 +232,17 @@ def test_attention_alone_says_what_bytes_o_proj_would_multiply(case):
     expected, got = (b.run_stage("attention", 0, state) for b in (reference, ours))
     for key, want in expected.items():
         assert error_of(got[key], want) < LIMITS[ours.spec.dtype], key
+
+
+def test_attention_of_many_heads_is_staged_as_bytes_eight_values_a_thread():
+    spec = narrow_spec(
+        FORMATS["int4-g128"], **LARGE | {"hidden_size": 128, "num_heads": 66, "num_kv_heads": 2}
+    )
+    weights = NarrowWeights(spec, ArrayWeights(spec))
+    ours = FiberBackend(weights, BackendOptions(), 2)
+    o_proj = ours.layout.lowering.schedule.stage("o_proj")
+    assert ours.layout.lowering.padded_k(o_proj) >= 8 * batches.THREADS > o_proj.cols % 512 > 0
+    assert_stage_agrees(ours, ReferenceBackend(weights, BackendOptions()), "attention")
 
 
 COUNT = 4

@@ -45,6 +45,10 @@ MORE = {
     "lanes, int4 zero points": (AWQ, LARGE | LANES),
     "lanes, fp8 channels": (FORMATS["fp8-channel"], LARGE | LANES),
     "lanes, int8 channels": (FORMATS["int8-channel"], LARGE | LANES),
+    "int4, units that end within ring slots": (
+        FORMATS["int4-g128"],
+        LARGE | {"hidden_size": 128, "intermediate_size": 10240, "head_dim": 16},
+    ),
 }
 
 

@@ -4,6 +4,8 @@ A kernel of one token keeps operands in shared memory; one of several columns a 
 sums where they leave room; what finds none is read again for each unit (include/kog/operands.h).
 """
 
+import math
+
 from kog_triton.model.weight_format import Code, Offset
 from kog_triton.schedule.cuda import (
     MMA_ROWS,
@@ -19,6 +21,9 @@ from kog_triton.schedule.schedule import Stage
 
 THREADS = WARPS * 32  # that consume
 HELD_STEPS = 8  # of one token's operands, all of a stage's or none
+# The same in registers where they are whole numbers: five fragments of int4, 5,120 values in eight parts, are 1 % of
+# Qwen3-32B's rate; ten steps of FP8 were none (benchmarks/cuda-log.md#narrow-32b).
+HELD_WHOLE_WORDS = 25
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 # The same of eight columns beside int4, where operands are many: what is left to scratch sets the ring's length.
@@ -54,7 +59,7 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Steps of K whose operands a warp holds in registers."""
     steps = lo.steps(stage)
     if columns == 1:
-        return steps if steps <= HELD_STEPS else 0
+        return steps if steps <= HELD_STEPS or _whole_words(lo, stage) <= HELD_WHOLE_WORDS else 0
     if read := read_steps(lo, stage, columns):
         # One at least lies in memory: where all that is not read is held, a loop of Qwen2.5-Coder-1.5B's down_proj
         # spills 22 registers on sm_120a, and 10 with one less.
@@ -62,11 +67,21 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return _most_held(lo, stage, columns)
 
 
+def _whole_words(lo: CudaLowering, stage: Stage) -> float:
+    """Registers of one token's operands in a part of K (include/kog/operands.h, Row); infinite if they are no whole
+    numbers."""
+    how, weights = lo.weights[stage.name].format, lo.weights[stage.name]
+    if how is None or not weights.integer:
+        return math.inf
+    products = weights.pack // (1 if how.code is Code.E2M1 else 2)
+    return lo.unit_fragments(stage) * (2 * products + (1 if how.offset is Offset.NONE else 2))
+
+
 def read_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """The last steps of down_proj's K, whose operands find no room and are read from memory for each unit."""
     steps = lo.steps(stage)
-    period = unit_period(lo.unit_fragments(stage), lo.fragments)
-    if columns == 1 or stage.source != "mlp" or period > 1:
+    laid_out = unit_period(lo.unit_fragments(stage), lo.fragments) > 1 and not lo.long_units(stage)
+    if columns == 1 or stage.source != "mlp" or laid_out:
         return 0
     each = step_bytes(lo, stage, columns)
     room = scratch_room(lo) - _fewest_units(lo, stage, columns) * sum_bytes(lo, stage, columns)

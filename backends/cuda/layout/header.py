@@ -194,6 +194,7 @@ def _stages(layout: Layout) -> list[str]:
             "checked_units": _checked_units(lo, stage),
             "unit_fragments": lo.unit_fragments(stage),
             "period": unit_period(lo.unit_fragments(stage), lo.fragments),
+            "long_units": lo.long_units(stage),
             "bias_at": bias_at,
             "wide": is_wide(stage),
             **layout.products(stage),

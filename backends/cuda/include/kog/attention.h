@@ -124,10 +124,12 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   int length = position + 1 - first_position(position, kWindows[b.layer]);
   int used = splits_in_use(length);
   if (used > kMerged) return stage_words<Stage, AttentionWords>(b, step, join_phase(b));
-  // Four values a thread: two words of each split, and the logarithms of all.
-  using In = Inputs<Stage, 4>;
+  // Words of each split, and the logarithms of all: of as many values side by side as all threads have.
+  constexpr int kValues = Stage::kPaddedK >= 8 * kConsumers ? 8 : 4;
+  using In = Inputs<Stage, kValues>;
+  using Words = WordVector<kValues / 2>;
   In in(b);
-  uint2 w[In::kCount][kMerged];
+  Words w[In::kCount][kMerged];
   uint4 logarithms[In::kCount];
   u32 late[In::kCount][kMerged + 1], in_use[kMerged];
 #pragma unroll
@@ -137,7 +139,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     late[i][kMerged] = there;
 #pragma unroll
     for (int s = 0; s < kMerged; s++) {
-      w[i][s] = uint2{0, 0};
+      w[i][s] = Words{};
       late[i][s] = in_use[s] = s < used ? 1 : 0;
       late[i][s] &= there;
     }
@@ -153,7 +155,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
           const u32* from = split_words(b, head, query, 0) + value % kHeadDim / 2;
 #pragma unroll
           for (int s = 0; s < kMerged; s++, from += SplitsWords::kStride)
-            if (late[i][s] != 0) w[i][s] = load_relaxed2(from);
+            if (late[i][s] != 0) load_row(from, w[i][s]);
           if (late[i][kMerged] != 0) logarithms[i] = load_relaxed4(tops_of(b, head, query, 0));
         }
 #pragma unroll
@@ -161,7 +163,7 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
           u32 there = in.value(i) < Stage::kCols ? 1 : 0, late_tops = 0;
 #pragma unroll
           for (int s = 0; s < kMerged; s++) {
-            late[i][s] = ((w[i][s].x ^ phase) | (w[i][s].y ^ phase)) & in_use[s] & there;
+            late[i][s] = w[i][s].stale(phase) & in_use[s] & there;
             late_tops |= (word_of(logarithms[i], s) ^ phase) & in_use[s];
             bad |= late[i][s];
           }
@@ -177,12 +179,12 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
     for (int s = 0; s < kMerged; s++) top[s] = unpack_f32(word_of(logarithms[i], s));
     Join join(top, used);
     bool inside = in.value(i) < Stage::kCols;
-    u32 joined[2];
+    u32 joined[kValues / 2];
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < kValues / 2; j++) {
       u32 both[kMerged];
 #pragma unroll
-      for (int s = 0; s < kMerged; s++) both[s] = operand_of(j == 0 ? w[i][s].x : w[i][s].y);
+      for (int s = 0; s < kMerged; s++) both[s] = operand_of(w[i][s].w[j]);
       joined[j] = inside ? join.of(both) : 0;
     }
     in.put(b, i, joined);

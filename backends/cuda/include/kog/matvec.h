@@ -122,10 +122,11 @@ constexpr int kPeriodSlots = Stage::kPeriod * Stage::kUnitFragments / kFragments
 template <class Stage>
 constexpr int kSlotSteps = kFragments * Stage::Weights::kPack;
 // Ring slots of a period that have code of their own: operands in registers need steps that are known, and so
-// does a period of several units.
+// does a period of several units, unless those are long (multiply_long_units).
 template <class Stage>
-constexpr int kKnownSlots =
-    Stage::kPeriod > 1 ? kPeriodSlots<Stage> : (Stage::kHeld + kSlotSteps<Stage> - 1) / kSlotSteps<Stage>;
+constexpr int kKnownSlots = Stage::kLongUnits    ? 0
+                            : Stage::kPeriod > 1 ? kPeriodSlots<Stage>
+                                                 : (Stage::kHeld + kSlotSteps<Stage> - 1) / kSlotSteps<Stage>;
 
 // Weights that a warp takes from the ring before its activations are there: more of the stream finds
 // room while all wait, and what is multiplied first need not be waited for then. At most kAheadWords
@@ -149,8 +150,9 @@ struct Ahead {
   static constexpr int kSureSlots = (kSure * Stage::kUnitFragments + kFragments - 1) / kFragments;
   static constexpr int kAllSlots = (kLongest * Stage::kUnitFragments + kFragments - 1) / kFragments;
   static constexpr int kRoom =
-      kLeast<kLeast<kMostAheadOf<typename Stage::Weights>, kRingSlots>,
-             Stage::kBatch * Stage::kUnitFragments / kFragments>;
+      Stage::kLongUnits ? 0
+                        : kLeast<kLeast<kMostAheadOf<typename Stage::Weights>, kRingSlots>,
+                                 Stage::kBatch * Stage::kUnitFragments / kFragments>;
   static constexpr bool kWhole = kAllSlots <= kRoom;
   static constexpr int kMost = kWhole ? kAllSlots : kAllOrNone ? 0 : kLeast<kRoom, kSureSlots>;
   // Part of a period only where its code is laid out slot by slot.
@@ -348,15 +350,17 @@ KOG_DEVICE void multiply_ring_slot(Block& b, const SlotOf<Stage>& slot, const Op
 
 // Operands in memory, of a unit's last ring slots: some are on their way while others are
 // multiplied. All of them have been received (columns/layer.h), and no block overwrites them meanwhile: for
-// that it waits for the rows that this one sends behind them.
-template <class Stage>
+// that it waits for the rows that this one sends behind them. Of a unit whose first kHead fragments came in the slot of
+// the one before: of its kSlots slots behind those, and of kTail fragments of one more.
+template <class Stage, int kHead = 0, int kSlots = kPeriodSlots<Stage>, int kTail = 0>
 struct Reads {
   using Row = typename Operands<Stage>::Row;
   static constexpr int kSlotSteps = kog::kSlotSteps<Stage>, kReadSlots = Stage::kReadSlots,
                        kPack = Stage::Weights::kPack;
-  static constexpr int kFirst = Operands<Stage>::kLast / kSlotSteps;  // ring slot
-  static_assert(Operands<Stage>::kLast % kSlotSteps == 0);
-  static_assert(Stage::kRead % (kReadSlots * kSlotSteps) == 0);
+  static constexpr int kStaged = (Operands<Stage>::kLast - kHead * kPack) / kSlotSteps;  // slots
+  static constexpr int kFirst = kSlots - (kSlots - kStaged + kReadSlots - 1) / kReadSlots * kReadSlots;
+  static_assert(Stage::kLongUnits || (kFirst == kStaged && Operands<Stage>::kLast % kSlotSteps == 0));
+  static_assert(kFirst >= 0 && kTail < kFragments);
   Row rows[kReadSlots][kSlotSteps];
 
   KOG_DEVICE explicit Reads(const Operands<Stage>& x) {
@@ -364,32 +368,105 @@ struct Reads {
     for (int n = 0; n < kReadSlots; n++) ask(x, n, kFirst + n);
   }
   KOG_DEVICE void ask(const Operands<Stage>& x, int n, int slot) {
-    const u32* from = x.in_memory + slot * kSlotSteps * OperandLayout<Stage>::kStepWords;
+    const u32* from = x.in_memory + (kHead * kPack + slot * kSlotSteps) * OperandLayout<Stage>::kStepWords;
 #pragma unroll
-    for (int f = 0; f < kSlotSteps; f++) load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
+    for (int f = 0; f < kSlotSteps; f++)
+      if (kTail == 0 || f < kTail * kPack || slot < kSlots)
+        load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
   }
-  KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, UnitSums<Stage>& c) {
+  // Fragment f of a slot of the ring, as rows[n] have its operands.
+  KOG_DEVICE void multiply(const SlotOf<Stage>& weights, const Operands<Stage>& x, int n, int slot, int f,
+                           UnitSums<Stage>& c) const {
+    multiply_steps<Stage>(weights, x, f, kHead + slot * kFragments + f, c, [&](int i) {
+      Row row = rows[n][f * kPack + i];
+#pragma unroll
+      for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
+      if constexpr (Stage::Weights::kInteger) x.make_bytes(row, kHead * kPack + slot * kSlotSteps + f * kPack + i);
+      return row;
+    });
+  }
+  // The last slot, of which the kTail fragments are the unit's, stays in `last`.
+  KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, UnitSums<Stage>& c, SlotOf<Stage>& last) {
 #pragma unroll 1
-    for (int first = kFirst; first < kPeriodSlots<Stage>; first += kReadSlots) {
+    for (int first = kFirst; first < kSlots; first += kReadSlots) {
 #pragma unroll
       for (int n = 0; n < kReadSlots; n++) {
         SlotOf<Stage> weights;
         weights.template take<Stage>(b, ring);
 #pragma unroll
-        for (int f = 0; f < kFragments; f++)
-          multiply_steps<Stage>(weights, x, f, (first + n) * kFragments + f, c, [&](int i) {
-            Row row = rows[n][f * Stage::Weights::kPack + i];
-#pragma unroll
-            for (int j = 0; j < OperandLayout<Stage>::kRowWords; j++) row.w[j] = operand_of(row.w[j]);
-            if constexpr (Stage::Weights::kInteger) x.make_bytes(row, (first + n) * kSlotSteps + f * kPack + i);
-            return row;
-          });
+        for (int f = 0; f < kFragments; f++) multiply(weights, x, n, first + n, f, c);
         int next = first + n + kReadSlots;
-        if (next < kPeriodSlots<Stage>) ask(x, n, next);
+        if (next < kSlots + (kTail > 0)) ask(x, n, next);
       }
+    }
+    if constexpr (kTail > 0) {
+      last.template take<Stage>(b, ring);
+#pragma unroll
+      for (int f = 0; f < kTail; f++) multiply(last, x, 0, kSlots, f, c);
     }
   }
 };
+
+// Fragments [first, last) of a ring slot, the unit's from number `fragment` on. kKnown: it is, and so are the operands'
+// registers.
+template <class Stage, bool kKnown>
+KOG_DEVICE void multiply_fragments(const SlotOf<Stage>& slot, const Operands<Stage>& x, int first, int last,
+                                   int fragment, UnitSums<Stage>& c) {
+#pragma unroll
+  for (int f = first; f < last; f++) {
+    int number = fragment + f - first;
+    multiply_steps<Stage>(slot, x, f, number, c, [&](int n) {
+      int step = number * Stage::Weights::kPack + n;
+      return kKnown ? x.at(step) : x.load(step);
+    });
+  }
+}
+
+// The sums of one period whose units are long and end within ring slots, of which `left` are there: for each unit a
+// loop of whole slots, so that code is no longer than units are many. `slot`: the one in hand, whose last fragments are
+// this unit's first.
+template <class Stage, int kUnit>
+KOG_DEVICE void multiply_long_units(Block& b, Ring& ring, const Operands<Stage>& x, int left, float* to,
+                                    SlotOf<Stage>& slot) {
+  constexpr int kEach = Stage::kUnitFragments, kPack = Stage::Weights::kPack, kBegun = kUnit * kEach % kFragments;
+  constexpr int kHead = kBegun > 0 ? kFragments - kBegun : 0;
+  constexpr int kSlots = (kEach - kHead) / kFragments, kTail = (kEach - kHead) % kFragments;
+  using OfMemory = Reads<Stage, kHead, kSlots, kTail>;
+  static_assert(kHead * kPack <= Operands<Stage>::kLast);
+  // Whole slots whose operands are not in memory, and of those the ones whose operands are in registers.
+  constexpr int kStaged = Stage::kRead > 0 ? OfMemory::kFirst : kSlots;
+  constexpr int kKnown = kLeast<(Stage::kHeld - kHead * kPack + kSlotSteps<Stage> - 1) / kSlotSteps<Stage>, kStaged>;
+  if (kUnit >= left) return;
+  UnitSums<Stage> c = {};
+  multiply_fragments<Stage, true>(slot, x, kBegun, kBegun + kHead, 0, c);
+#pragma unroll
+  for (int i = 0; i < kKnown; i++) {
+    SlotOf<Stage> weights;
+    weights.template take<Stage>(b, ring);
+    multiply_fragments<Stage, true>(weights, x, 0, kFragments, kHead + i * kFragments, c);
+  }
+  auto staged = [&] {
+#pragma unroll 1
+    for (int i = kKnown > 0 ? kKnown : 0; i < kStaged; i++) {
+      SlotOf<Stage> weights;
+      weights.template take<Stage>(b, ring);
+      multiply_fragments<Stage, false>(weights, x, 0, kFragments, kHead + i * kFragments, c);
+    }
+  };
+  if constexpr (Stage::kRead > 0) {
+    OfMemory reads(x);
+    staged();
+    reads.multiply(b, ring, x, c, slot);
+  } else {
+    staged();
+    if constexpr (kTail > 0) {
+      slot.template take<Stage>(b, ring);
+      multiply_fragments<Stage, true>(slot, x, 0, kTail, kHead + kSlots * kFragments, c);
+    }
+  }
+  put_sums<Stage>(b, c, to + kUnit * OperandLayout<Stage>::kUnitWords);
+  if constexpr (kUnit + 1 < Stage::kPeriod) multiply_long_units<Stage, kUnit + 1>(b, ring, x, left, to, slot);
+}
 
 // The sums of one period, of whose units `left` are there. next(i): ring slot i of it. `kLaidOut`: each has
 // code of its own, as those that were taken ahead need it: registers have no index.
@@ -417,7 +494,8 @@ KOG_DEVICE void multiply_period(Block& b, Ring& ring, const Operands<Stage>& x, 
     static_assert(kPeriod == 1);
     Reads<Stage> reads(x);
     rest();
-    reads.multiply(b, ring, x, c);
+    SlotOf<Stage> none;
+    reads.multiply(b, ring, x, c, none);
   } else {
     rest();
   }
@@ -430,6 +508,15 @@ template <class Stage, class Taken>
 KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>& x, const Taken& taken,
                          float* to) {
   constexpr int kPeriod = Stage::kPeriod;
+  if constexpr (Stage::kLongUnits) {
+    static_assert(Taken::kCount == 0);
+#pragma unroll 1
+    for (int n = 0; n < units; n += kPeriod) {
+      SlotOf<Stage> slot;
+      multiply_long_units<Stage, 0>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords, slot);
+    }
+    return;
+  } else {
   auto next_of_ring = [&] {
     SlotOf<Stage> weights;
     weights.template take<Stage>(b, ring);
@@ -451,6 +538,7 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
   for (int n = Taken::kUnits; n < units; n += kPeriod)
     multiply_period<Stage, false>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords,
                                   [&](int) { return next_of_ring(); });
+  }
 }
 
 }  // namespace kog

@@ -10,6 +10,13 @@ struct alignas(N < 4 ? 4 * N : 16) WordVector {
   u32 w[N];
   KOG_DEVICE static WordVector load(const void* p) { return *static_cast<const WordVector*>(p); }
   KOG_DEVICE void store(void* p) const { *static_cast<WordVector*>(p) = *this; }
+  // Whether one of them lacks the phase, 0 or 1.
+  KOG_DEVICE u32 stale(u32 phase) const {
+    u32 bad = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) bad |= w[i] ^ phase;
+    return bad & 1;
+  }
 };
 
 // The residual stream. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
