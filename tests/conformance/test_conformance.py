@@ -23,11 +23,11 @@ from tests.lib.conformance_backends import (
     BACKENDS,
     IN_LOGITS,
     LIMITS,
+    OF_FIBERS,
     ON_GPU,
-    SLOW,
+    marks,
 )
 from tests.lib.cuda_planting import plant
-from tests.lib.cuda_walk import compile_walk
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import spec_of
 
@@ -76,16 +76,10 @@ def refuses(name, spec_name):
     return name.startswith("triton") and spec_name == "all options, awkward sizes"
 
 
-def marks(name, steps=False):
-    """Of a backend that needs a GPU, and of one whose whole `steps` are slow."""
-    gpu = (pytest.mark.gpu,) if name in ON_GPU else ()
-    return gpu + ((pytest.mark.slow,) if steps and name in SLOW else ())
-
-
 def backends(among=BACKENDS):
     """Every backend by name."""
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks(name)) for name in among]
+        "name", [pytest.param(name, marks=marks(name, steps=False)) for name in among]
     )
 
 
@@ -229,21 +223,22 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FIBERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_charged_to_its_stages(fault, tmp_path):
+def test_a_planted_fault_is_charged_to_its_stages(fault, name, tmp_path):
     file, before, after, wrong, spec_name = FAULTS[fault]
     include = plant(tmp_path, (file, before, after))
-    ours, _ = opened("cuda on a CPU", spec_name)
+    ours, _ = opened(name, spec_name)
     ours.run_stage("embed", 0, inputs(SPECS[spec_name], "embed", 0))
     kernel = ours._kernels[-1]
     sound = kernel.library
-    kernel.library = compile_walk(ours.layout, kernel.flags, include=include)
+    kernel.library = kernel.compiled(include)
     try:
-        for name in STAGE_READS:
-            if name in wrong:
+        for stage in STAGE_READS:
+            if stage in wrong:
                 with pytest.raises(AssertionError):
-                    test_a_stage_computes_what_the_reference_says("cuda on a CPU", spec_name, name)
+                    test_a_stage_computes_what_the_reference_says(name, spec_name, stage)
             else:
-                test_a_stage_computes_what_the_reference_says("cuda on a CPU", spec_name, name)
+                test_a_stage_computes_what_the_reference_says(name, spec_name, stage)
     finally:
         kernel.library = sound

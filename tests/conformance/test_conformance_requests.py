@@ -17,7 +17,7 @@ from kog_triton.backends import pace, serving
 from kog_triton.backends.cuda import launcher as cuda_launcher
 from kog_triton.backends.mailbox import Failure, Mailbox
 from kog_triton.errors import RequestError, RunError
-from tests.lib.conformance_backends import BACKENDS, TWO_GPUS
+from tests.lib.conformance_backends import BACKENDS, HIP, OF_FIBERS, TWO_GPUS
 from tests.lib.conformance_requests import (
     GREEDY,
     LANES,
@@ -43,8 +43,9 @@ from tests.lib.conformance_requests import (
     sizes_of,
 )
 
-NAMES = [*BACKENDS, TOGETHER, RANKS, TWO_GPUS]
+NAMES = [*BACKENDS, *TOGETHER, *RANKS, TWO_GPUS]
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES])
+and_hip_always = pytest.mark.parametrize("name", [marked(name, always=(HIP,)) for name in NAMES])
 
 # ---- several requests ----
 
@@ -62,7 +63,7 @@ def test_requests_at_once_say_what_each_says_alone(name, model):
     assert served(backend, *requests) == expected
 
 
-@every_backend
+@and_hip_always
 def test_a_request_that_joins_others_says_what_it_says_alone(name):
     backend, count = opened(name), sizes_of(name).count
     mailbox = Mailbox()
@@ -79,7 +80,7 @@ def test_a_request_that_joins_others_says_what_it_says_alone(name):
     assert said(mailbox, 1) == alone(backend, late)
 
 
-@every_backend
+@and_hip_always
 def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted(name):
     """In the answer where a mask's function asks for it: the kernel waits for that, however busy the host is."""
     backend, sizes = opened(name), sizes_of(name)
@@ -222,7 +223,7 @@ def test_an_answer_may_fill_the_context_and_nothing_goes_beyond(name):
         backend.forward_logits([*tokens, 1])
 
 
-@every_backend
+@and_hip_always
 def test_a_request_goes_on_from_what_its_slot_holds(name):
     backend = opened(name)
     first = served(backend, request(1, SHORT[:2], WARM, 2))[0]
@@ -275,8 +276,15 @@ def no_memory(slot, logprobs):
     raise MemoryError
 
 
-@every_backend
-@pytest.mark.parametrize("where", ["library", "log-probabilities"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        marked(name, where)
+        for where in ("library", "log-probabilities")
+        for name in NAMES
+        if where != "library" or not name.startswith(HIP)  # which refuses it (test_hip_refusals.py)
+    ],
+)
 def test_what_fails_in_a_prompt_is_the_error_of_its_request(name, where, monkeypatch):
     """Though it is no error of ours."""
     backend, count = opened(name), sizes_of(name).count
@@ -394,9 +402,10 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FIBERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault):
+def test_a_planted_fault_is_seen(fault, name):
     *edit, test = FAULTS[fault]
     model = test.keywords.get("model", "one lane") if isinstance(test, partial) else "one lane"
-    with planted(model, *edit) as name, pytest.raises(AssertionError):
+    with planted(name, model, *edit), pytest.raises(AssertionError):
         test(name)

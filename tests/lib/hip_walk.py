@@ -1,7 +1,5 @@
 """The HIP kernel's own source on a CPU: compiled by g++ over lib/hip_host, run as the CUDA kernel's (cuda_walk.py)."""
 
-import functools
-
 import torch
 
 from kog_triton.backends.cuda.backend import CudaBackend
@@ -13,7 +11,14 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 from tests.lib.cuda_threads import ColumnThreadWalk, ThreadWalk
-from tests.lib.cuda_walk import HERE, ColumnBackend, FiberBackend, FiberKernel, compile_walk
+from tests.lib.cuda_walk import (
+    HERE,
+    INCLUDE,
+    ColumnBackend,
+    FiberBackend,
+    FiberKernel,
+    compile_walk,
+)
 
 HIP = ROOT / "backends/hip"
 SEAMS = (HERE.parent / "hip_host", HERE, HIP / "include")  # CUDA's headers stand behind them
@@ -27,16 +32,15 @@ def of_source(source, wave=64):
     return flags, {"seams": SEAMS, "entry": (HIP / f"{source}.hip").read_text()}
 
 
-def hip_walk(layout, *source):
-    """The shared library of an entry point."""
+def hip_walk(layout, *source, include=INCLUDE):
+    """The shared library of an entry point, of other headers of CUDA's where some are given."""
     flags, texts = of_source(*source)
-    return compile_walk(layout, flags, **texts)
+    return compile_walk(layout, flags, include, **texts)
 
 
 class HipFiberKernel(FiberKernel):
-    @functools.cached_property
-    def library(self):
-        return hip_walk(self.layout, *self.flags)
+    def compiled(self, include=INCLUDE):
+        return hip_walk(self.layout, *self.flags, include=include)
 
 
 class HipFiberBackend(FiberBackend, HipBackend):
