@@ -282,7 +282,7 @@ def no_memory(slot, logprobs):
         marked(name, where)
         for where in ("library", "log-probabilities")
         for name in NAMES
-        if where != "library" or not name.startswith(HIP)  # which refuses it (test_hip_refusals.py)
+        if where != "library" or not name.startswith(HIP)  # which refuses it (test_hip.py)
     ],
 )
 def test_what_fails_in_a_prompt_is_the_error_of_its_request(name, where, monkeypatch):

@@ -26,10 +26,10 @@ CALLS = {"decode": "kog::Pointers", "columns": "kog::Pointers", "stage": "kog::S
 ROUND_NS = 1000  # as the seam counts
 
 
-def of_source(source, wave=64):
+def of_source(source, wave=64, seams=SEAMS):
     """What an entry point, decode, columns or stage, is compiled with: flags for waves of so many threads, its text."""
     flags = ("-O1", f"-DKOG_WAVE={wave}", f"-DENTRY=kog_{source}", f"-DCALL={CALLS[source]}")
-    return flags, {"seams": SEAMS, "entry": (HIP / f"{source}.hip").read_text()}
+    return flags, {"seams": seams, "entry": (HIP / f"{source}.hip").read_text()}
 
 
 def hip_walk(layout, *source, include=INCLUDE):
@@ -39,8 +39,9 @@ def hip_walk(layout, *source, include=INCLUDE):
 
 
 class HipFiberKernel(FiberKernel):
-    def compiled(self, include=INCLUDE):
-        return hip_walk(self.layout, *self.flags, include=include)
+    def compiled(self, include=INCLUDE, ahead=()):
+        """`ahead`: folders whose headers stand before HIP's own."""
+        return hip_walk(self.layout, *self.flags, (*ahead, *SEAMS), include=include)
 
 
 class HipFiberBackend(FiberBackend, HipBackend):
