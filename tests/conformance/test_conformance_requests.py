@@ -4,6 +4,7 @@ Whatever happens beside a request, it says what it says alone, token by token an
 is to end, and what is wrong with it is its own affair.
 """
 
+import itertools
 import time
 from dataclasses import replace
 from functools import partial
@@ -401,11 +402,26 @@ FAULTS = {
 }  # fmt: skip
 
 
+HIP_FAULTS = {  # of headers that no other backend compiles, in steps that requests share
+    "half of what columns have of K, twice": (
+        "mma/products.h", "{w.z, w.w}, {columns[2], columns[3]}", "{w.x, w.y}, {columns[0], columns[1]}",
+        partial(test_requests_at_once_say_what_each_says_alone, model="one lane"),
+    ),
+    "another's column": (
+        "mma/operands.h", "thread / kSetColumns * kTokens + thread % kSetColumns % kTokens;",
+        "thread / kSetColumns * kTokens + (thread + 1) % kSetColumns % kTokens;",
+        partial(test_requests_at_once_say_what_each_says_alone, model="one lane"),
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_FIBERS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [*itertools.product(OF_FIBERS, FAULTS), *((f"{HIP}, together", f) for f in HIP_FAULTS)],
+)
 def test_a_planted_fault_is_seen(fault, name):
-    *edit, test = FAULTS[fault]
+    *edit, test = (FAULTS | HIP_FAULTS)[fault]
     model = test.keywords.get("model", "one lane") if isinstance(test, partial) else "one lane"
     with planted(name, model, *edit), pytest.raises(AssertionError):
         test(name)

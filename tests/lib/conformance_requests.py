@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ from tests.lib.conformance_backends import (
 )
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import ColumnBackend, FiberBackend
-from tests.lib.hip_walk import HipColumnBackend, HipFiberBackend
+from tests.lib.hip_walk import OWN as HIP_INCLUDE
+from tests.lib.hip_walk import HipColumnBackend, HipFiberBackend, HipFiberKernel
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import spec_of
 
@@ -285,12 +287,22 @@ def impatient(name, backend, monkeypatch):
 
 @contextlib.contextmanager
 def planted(name, model, *edit):
-    """A backend of fibers with an edit (cuda_planting.plant) of the kernel that serves."""
-    kernel = opened(name, model).kernel
-    sound = kernel.library
-    with tempfile.TemporaryDirectory() as folder:
-        kernel.library = kernel.compiled(plant(Path(folder), edit))
-    try:
+    """A backend of fibers with an edit (cuda_planting.plant) of the kernels that serve."""
+    backend = opened(name, model)
+    backend.kernels_of_several()  # opens them all
+    with contextlib.ExitStack() as stack:
+        for kernel in backend._kernels:
+            stack.enter_context(planted_in(kernel, edit))
         yield
-    finally:
-        kernel.library = sound
+
+
+@contextlib.contextmanager
+def planted_in(kernel, edit):
+    """One kernel of a backend of fibers with an edit: of HIP's own header, where it has one of that name."""
+    own = isinstance(kernel, HipFiberKernel) and (HIP_INCLUDE / "kog" / edit[0]).exists()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(kernel, "library"):
+        if own:
+            kernel.library = kernel.compiled(own=plant(Path(folder), edit, source=HIP_INCLUDE))
+        else:
+            kernel.library = kernel.compiled(plant(Path(folder), edit))
+        yield

@@ -21,15 +21,19 @@ from tests.lib.cuda_walk import (
 )
 
 HIP = ROOT / "backends/hip"
-SEAMS = (HERE.parent / "hip_host", HERE, HIP / "include")  # CUDA's headers stand behind them
+OWN = HIP / "include"
 CALLS = {"decode": "kog::Pointers", "columns": "kog::Pointers", "stage": "kog::StageCall"}
 ROUND_NS = 1000  # as the seam counts
 
 
-def of_source(source, wave=64, seams=SEAMS):
-    """What an entry point, decode, columns or stage, is compiled with: flags for waves of so many threads, its text."""
+def of_source(source, wave=64, own=OWN):
+    """What an entry point, decode, columns or stage, is compiled with: flags for waves of so many threads; its text,
+    and the folders that stand before CUDA's headers, HIP's `own` behind the seams."""
     flags = ("-O1", f"-DKOG_WAVE={wave}", f"-DENTRY=kog_{source}", f"-DCALL={CALLS[source]}")
-    return flags, {"seams": seams, "entry": (HIP / f"{source}.hip").read_text()}
+    return flags, {
+        "seams": (HERE.parent / "hip_host", HERE, own),
+        "entry": (HIP / f"{source}.hip").read_text(),
+    }
 
 
 def hip_walk(layout, *source, include=INCLUDE):
@@ -39,9 +43,9 @@ def hip_walk(layout, *source, include=INCLUDE):
 
 
 class HipFiberKernel(FiberKernel):
-    def compiled(self, include=INCLUDE, ahead=()):
-        """`ahead`: folders whose headers stand before HIP's own."""
-        return hip_walk(self.layout, *self.flags, (*ahead, *SEAMS), include=include)
+    def compiled(self, include=INCLUDE, own=OWN):
+        """`own`: where HIP's headers are."""
+        return hip_walk(self.layout, *self.flags, own, include=include)
 
 
 class HipFiberBackend(FiberBackend, HipBackend):
