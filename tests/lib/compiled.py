@@ -8,10 +8,13 @@ import fcntl
 import functools
 import hashlib
 import os
+import pickle
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(tempfile.gettempdir()) / f"kog-tests-compiled-{os.getuid()}"
 
@@ -33,6 +36,20 @@ def made_once(parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
             make(draft)
             os.replace(draft, made)
     return made
+
+
+def made_in_run(what: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives: once for all processes of a run of pytest-xdist, during which nothing changes that it depends
+    on. In any other process it is called."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return make()
+
+    def keep(draft: Path) -> None:
+        draft.write_bytes(zlib.compress(pickle.dumps(make())))
+
+    made = made_once([run.encode(), what.encode()], keep)
+    return pickle.loads(zlib.decompress(made.read_bytes()))  # noqa: S301  as much our own as the libraries
 
 
 @functools.cache
