@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.lib.compiled import in_turn, made_in_run
+from tests.lib.compiled import from_own_end, made_in_run
 from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     ARGUED,
@@ -212,7 +212,7 @@ def test_processes_of_a_run_share_what_requests_do(monkeypatch):
         assert len(made) == count
     for worker, names in (("gw0", ["a", "b"]), ("gw1", ["b", "a"])):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-        assert in_turn(("a", "b")) == names
+        assert from_own_end(("a", "b")) == names
 
 
 def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):

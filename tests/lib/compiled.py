@@ -52,7 +52,7 @@ def made_in_run(what: str, make: Callable[[], Any]) -> Any:
     return pickle.loads(zlib.decompress(made.read_bytes()))  # noqa: S301  as much our own as the libraries
 
 
-def in_turn(names: Sequence[str]) -> list[str]:
+def from_own_end(names: Sequence[str]) -> list[str]:
     """In an order of this process's own: where processes of a run ask for all by `made_in_run`, each makes some while
     the others make theirs."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")

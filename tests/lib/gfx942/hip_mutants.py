@@ -26,7 +26,7 @@ import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
-from tests.lib.compiled import in_turn, made_in_run
+from tests.lib.compiled import from_own_end, made_in_run
 from tests.lib.gfx942 import hip_column_requests, hip_ranks, hip_requests
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
@@ -339,7 +339,7 @@ def _see(case: str, name: str) -> Seen:
 
 def reached(case: str) -> np.ndarray:
     """How often all requests together execute each instruction."""
-    return np.sum([seen(case, name).executed for name in in_turn(REQUESTS[case])], 0)
+    return np.sum([seen(case, name).executed for name in from_own_end(REQUESTS[case])], 0)
 
 
 def unreached(case: str) -> list[Chain]:
