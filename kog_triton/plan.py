@@ -186,7 +186,22 @@ def placement(lowering: HipLowering) -> str:
         "Placed by the XCC_ID that each block reads at every launch; with as many blocks on each "
         f"XCD{where}:"
     )
-    return "\n".join([head, *lines])
+    return "\n".join([head, *lines, *gathering(lowering)])
+
+
+def gathering(lowering: HipLowering) -> list[str]:
+    """Of a plain model, what blocks gather from each other in a layer: as they do, and as one block of each XCD would,
+    for the others there (docs/HIP.md, "Topology")."""
+    s, dies = lowering.schedule, len(place_blocks(lowering))
+    if s.num_shards > 1:
+        return []
+    pairs = s.shard_heads * s.spec.head_dim // 2 + s.shard_ffn // 2
+    words = pairs + 2 * s.spec.hidden_size
+    all_of_them, joined = (count * 4 * words / 1e6 for count in (lowering.num_blocks, dies))
+    return [
+        f"A layer's four exchanges: each block gathers {words:,} words, {all_of_them:.1f} MB of the Infinity Cache "
+        f"together; joined by XCD first, which costs four exchanges more, {joined:.1f} MB."
+    ]
 
 
 def _span(numbers: range) -> str:

@@ -4,6 +4,7 @@ The host's side is CudaBackend's, whose memory, words and serving the kernel sha
 own: the lowering, the compiler (toolchain.py) and the runtime (driver.py).
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
+log = logging.getLogger(__name__)
 UNPROVEN = "it has never run on an AMD GPU"
 
 
@@ -95,6 +97,10 @@ class HipBackend(CudaBackend):
         if options.num_gpus > 1:
             # Ranks have the kernel of one token alone: only its words are where all see them.
             self.column_counts, self.chunk_positions = (), 0
+            log.info(
+                "%d GPUs have no kernel of several columns: requests take turns, prompts run a token at a time",
+                options.num_gpus,
+            )
         super().__init__(weights, options, num_blocks)
 
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:

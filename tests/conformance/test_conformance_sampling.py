@@ -14,7 +14,7 @@ import pytest
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.errors import RequestError
 from kog_triton.sampling import History, sample
-from tests.lib.conformance_backends import BACKENDS, IN_LOGITS, LIMITS, SLOW
+from tests.lib.conformance_backends import BACKENDS, IN_LOGITS, LIMITS, OF_FIBERS, SLOW
 from tests.lib.conformance_requests import (
     GREEDY,
     SEED,
@@ -227,8 +227,9 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FIBERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault):
+def test_a_planted_fault_is_seen(fault, name):
     *edit, test = FAULTS[fault]
-    with planted("one lane", *edit) as name, pytest.raises(AssertionError):
+    with planted(name, "one lane", *edit), pytest.raises(AssertionError):
         test(name)

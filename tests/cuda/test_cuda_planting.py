@@ -1,4 +1,4 @@
-"""What slow tests plant in the CUDA kernel's headers can be planted: each text that they change stands there once.
+"""What slow tests plant in CUDA's and HIP's headers can be planted: each text that changes stands there once.
 
 A change of the kernel would else be told hours later, by a run of the slow tests.
 """
@@ -14,7 +14,9 @@ from tests.cuda import test_cuda_columns as columns
 from tests.cuda import test_cuda_lanes as lanes
 from tests.cuda import test_cuda_life as life
 from tests.lib.cuda_walk import INCLUDE
+from tests.lib.hip_walk import OWN as HIP_INCLUDE
 
+HIP_FAULTS = (*conformance.HIP_FAULTS.values(), *requests.HIP_FAULTS.values())
 EDITS = [  # header, before, after
     *((header, *edit[:2]) for header, *edit in conformance.FAULTS.values()),
     *(edit[:3] for faults in (requests.FAULTS, sampling.FAULTS) for edit in faults.values()),
@@ -27,6 +29,9 @@ EDITS = [  # header, before, after
 ]
 
 
-@pytest.mark.parametrize(("header", "before", "after"), EDITS)
-def test_an_edit_has_one_place(header, before, after):
-    assert (INCLUDE / "kog" / header).read_text().count(before) == 1 and before != after
+@pytest.mark.parametrize(
+    ("include", "header", "before", "after"),
+    [*((INCLUDE, *edit) for edit in EDITS), *((HIP_INCLUDE, *fault[:3]) for fault in HIP_FAULTS)],
+)
+def test_an_edit_has_one_place(include, header, before, after):
+    assert (include / "kog" / header).read_text().count(before) == 1 and before != after

@@ -1,9 +1,11 @@
 """What the executor lacks is refused by name: operations, encodings, and modifiers that nobody would take notice of."""
 
 import pytest
+from tinygrad.renderer.amd import decode_inst
 
+from tests.lib.gfx942 import decode
 from tests.lib.gfx942.clang import code_object
-from tests.lib.gfx942.decode import Unknown
+from tests.lib.gfx942.decode import MOST_BYTES, SHORTEST, Unknown, instructions
 from tests.lib.gfx942.executor import Kernel
 
 REFUSED = {
@@ -39,3 +41,18 @@ def test_the_same_without_the_modifier_is_taken():
         "ds_read_b32 v0, v1",
     ):
         Kernel(code_object("refused.hip", f'-DINSTRUCTION="{instruction}"'), "refused")
+
+
+def test_what_is_decoded_once_is_what_the_decoder_gives_each_time(monkeypatch):
+    """And an instruction as long as no other of the same first word is no fault that passes."""
+    made = code_object("pointers.hip")
+    for name in made.kernels:
+        _, code = made.code(name)
+        for _ in range(2):
+            for at, inst in instructions(code):
+                anew = decode_inst(code[at : at + MOST_BYTES].ljust(MOST_BYTES, b"\0"), "cdna")
+                assert (type(inst), inst.to_bytes()) == (type(anew), anew.to_bytes())
+    monkeypatch.setattr(decode, "_decoded", {})
+    monkeypatch.setattr(decode, "_begins", {code[:SHORTEST]: MOST_BYTES})
+    with pytest.raises(AssertionError, match="does not say how long it is"):
+        instructions(code)

@@ -2,10 +2,13 @@
 tries all that any request executes. What none executes is named."""
 
 import json
+import uuid
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from tests.lib.compiled import from_own_end, made_in_run
 from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     ARGUED,
@@ -189,6 +192,27 @@ def test_code_that_no_request_reaches_is_named():
         known = (name for name in reversed(names) if name in UNREACHED and name not in WALK)
         found["give_up" if "give_up" in names else next(known, "")] += 1
     assert {name: count for name, count in found.items() if count > UNREACHED.get(name, 0)} == {}
+
+
+def test_processes_of_a_run_share_what_requests_do(monkeypatch):
+    """Each begins at another end, and what one of them has made is made once; without others all is made here."""
+    made = []
+
+    def make():
+        made.append(np.arange(3))
+        return made[-1]
+
+    for run, count in ((uuid.uuid4().hex, 1), (uuid.uuid4().hex, 2), (None, 4)):
+        with monkeypatch.context() as patch:
+            if run is None:
+                patch.delenv("PYTEST_XDIST_TESTRUNUID", raising=False)
+            else:
+                patch.setenv("PYTEST_XDIST_TESTRUNUID", run)
+            assert all(made_in_run("some", make).tolist() == [0, 1, 2] for _ in range(2))
+        assert len(made) == count
+    for worker, names in (("gw0", ["a", "b"]), ("gw1", ["b", "a"])):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        assert from_own_end(("a", "b")) == names
 
 
 def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):

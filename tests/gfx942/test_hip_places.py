@@ -10,6 +10,7 @@ from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.protocol import TENSORS
+from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.model.shapes import named_shape
 from kog_triton.plan import placement
 from kog_triton.schedule.hip import lower_hip, place_blocks
@@ -105,6 +106,24 @@ def test_a_kv_head_of_a_plain_model_lives_on_an_xcd():
     told = placement(lowering).splitlines()
     assert told[1] == "  XCD 0 (IOD 0): blocks 0 to 31, KV head 0"
     assert told[8] == "  XCD 7 (IOD 3): blocks 224 to 255, KV head 7"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("llama-3.2-1b", "9,216 words, 9.4 MB"), ("llama-3.1-8b", "17,408 words, 17.8 MB")],
+)
+def test_what_blocks_gather_is_what_the_layout_has_room_for(name, said):
+    lowering = lower_hip(build(named_shape(name)), MI300X)
+    regions = lay_out_hip(lowering, 64).regions
+    words = sum(regions[one].stride for one in ("attention", "attention_out", "mlp", "mlp_out"))
+    told = placement(lowering).splitlines()[-1]
+    assert said.startswith(f"{words:,} words") and said in told
+    assert told.endswith(f"{8 * 4 * words / 1e6:.1f} MB.")
+
+
+def test_lanes_have_no_such_line():
+    told = placement(lower_hip(build(named_shape("laneformer-2b")), MI300X))
+    assert len(told.splitlines()) == 9
 
 
 def test_what_is_dealt_out_is_each_block_once():

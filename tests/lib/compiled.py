@@ -8,10 +8,13 @@ import fcntl
 import functools
 import hashlib
 import os
+import pickle
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(tempfile.gettempdir()) / f"kog-tests-compiled-{os.getuid()}"
 
@@ -33,6 +36,27 @@ def made_once(parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
             make(draft)
             os.replace(draft, made)
     return made
+
+
+def made_in_run(what: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives: once for all processes of a run of pytest-xdist, during which nothing changes that it depends
+    on. In any other process it is called."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return make()
+
+    def keep(draft: Path) -> None:
+        draft.write_bytes(zlib.compress(pickle.dumps(make())))
+
+    made = made_once([run.encode(), what.encode()], keep)
+    return pickle.loads(zlib.decompress(made.read_bytes()))  # noqa: S301  as much our own as the libraries
+
+
+def from_own_end(names: Sequence[str]) -> list[str]:
+    """In an order of this process's own: where processes of a run ask for all by `made_in_run`, each makes some while
+    the others make theirs."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    return [*names] if int(worker.removeprefix("gw")) % 2 == 0 else [*reversed(names)]
 
 
 @functools.cache

@@ -201,7 +201,11 @@ class FiberKernel:
 
     @functools.cached_property
     def library(self):
-        return compile_walk(self.layout, self.flags)
+        return self.compiled()
+
+    def compiled(self, include=INCLUDE):
+        """Its library, of other headers where some are given."""
+        return compile_walk(self.layout, self.flags, include)
 
     def launch(self, blocks, threads, arguments):
         """`absent`: a block that never comes, of those of all ranks; `absent_rank`: all blocks of a rank."""

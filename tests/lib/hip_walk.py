@@ -1,7 +1,5 @@
 """The HIP kernel's own source on a CPU: compiled by g++ over lib/hip_host, run as the CUDA kernel's (cuda_walk.py)."""
 
-import functools
-
 import torch
 
 from kog_triton.backends.cuda.backend import CudaBackend
@@ -13,30 +11,41 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 from tests.lib.cuda_threads import ColumnThreadWalk, ThreadWalk
-from tests.lib.cuda_walk import HERE, ColumnBackend, FiberBackend, FiberKernel, compile_walk
+from tests.lib.cuda_walk import (
+    HERE,
+    INCLUDE,
+    ColumnBackend,
+    FiberBackend,
+    FiberKernel,
+    compile_walk,
+)
 
 HIP = ROOT / "backends/hip"
-SEAMS = (HERE.parent / "hip_host", HERE, HIP / "include")  # CUDA's headers stand behind them
+OWN = HIP / "include"
 CALLS = {"decode": "kog::Pointers", "columns": "kog::Pointers", "stage": "kog::StageCall"}
 ROUND_NS = 1000  # as the seam counts
 
 
-def of_source(source, wave=64):
-    """What an entry point, decode, columns or stage, is compiled with: flags for waves of so many threads, its text."""
+def of_source(source, wave=64, own=OWN):
+    """What an entry point, decode, columns or stage, is compiled with: flags for waves of so many threads; its text,
+    and the folders that stand before CUDA's headers, HIP's `own` behind the seams."""
     flags = ("-O1", f"-DKOG_WAVE={wave}", f"-DENTRY=kog_{source}", f"-DCALL={CALLS[source]}")
-    return flags, {"seams": SEAMS, "entry": (HIP / f"{source}.hip").read_text()}
+    return flags, {
+        "seams": (HERE.parent / "hip_host", HERE, own),
+        "entry": (HIP / f"{source}.hip").read_text(),
+    }
 
 
-def hip_walk(layout, *source):
-    """The shared library of an entry point."""
+def hip_walk(layout, *source, include=INCLUDE):
+    """The shared library of an entry point, of other headers of CUDA's where some are given."""
     flags, texts = of_source(*source)
-    return compile_walk(layout, flags, **texts)
+    return compile_walk(layout, flags, include, **texts)
 
 
 class HipFiberKernel(FiberKernel):
-    @functools.cached_property
-    def library(self):
-        return hip_walk(self.layout, *self.flags)
+    def compiled(self, include=INCLUDE, own=OWN):
+        """`own`: where HIP's headers are."""
+        return hip_walk(self.layout, *self.flags, own, include=include)
 
 
 class HipFiberBackend(FiberBackend, HipBackend):

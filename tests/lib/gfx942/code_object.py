@@ -109,6 +109,7 @@ class CodeObject:
         return address, self.image[address : address + size]
 
 
+@functools.cache  # millions of times of a few hundred
 def text_name(name: str) -> str:
     """A decoder's name of an operation without its encoding: V_ADD_U32_E32 is V_ADD_U32."""
     name = re.sub(r"_E(32|64)$", "", name)

@@ -36,18 +36,38 @@ TAKEN = {"neg": r"F16|F32|F64|CNDMASK", "abs": r"F16|F32|F64|CNDMASK", "opsel": 
 NO_DPP = r"_CO_|V_DOT2C"  # they write all lanes that are on
 
 
+# What was decoded in this process, by the instruction's bytes: half of a kernel's come again, and kernels are alike.
+# The first four say how many there are, so that none begins another.
+_decoded: dict[bytes, Any] = {}
+_begins: dict[bytes, int] = {}
+# Records of those whose place is 0, by what the executor knows and the instruction.
+_filled: dict[int, tuple[dict[str, int], dict[int, Any]]] = {}
+
+
 class Unknown(ValueError):
     """An instruction that the executor does not know."""
 
 
 def instructions(code: bytes) -> list[tuple[int, Any]]:
-    """(byte, decoded instruction) of straight machine code."""
+    """(byte, decoded instruction) of straight machine code; of equal bytes it is the same object."""
     out, at = [], 0
     while at < len(code):
-        inst = decode_inst(code[at : at + MOST_BYTES].ljust(MOST_BYTES, b"\0"), "cdna")
+        size = _begins.get(code[at : at + SHORTEST], 0)
+        inst = _decoded.get(code[at : at + size])
+        if inst is None:
+            inst = _decode(code[at : at + MOST_BYTES].ljust(MOST_BYTES, b"\0"), size)
         out.append((at, inst))
         at += inst.size()
     return out
+
+
+def _decode(code: bytes, size: int) -> Any:
+    """What `code` begins with; `size` is that of others with the same first four bytes, 0 if there were none."""
+    inst = decode_inst(code, "cdna")
+    assert size in (0, inst.size()), "an instruction whose first word does not say how long it is"
+    _begins[code[:SHORTEST]] = inst.size()
+    _decoded[code[: inst.size()]] = inst
+    return inst
 
 
 def name_of(inst: Any) -> str:
@@ -62,18 +82,26 @@ def decode(code: bytes, operations: dict[str, int]) -> np.ndarray:
         raise Unknown(f"the executor does not know {', '.join(unknown)}")
     index = {at: i for i, (at, _) in enumerate(decoded)}
     records = np.zeros(len(decoded), RECORD)
-    for record, (at, inst) in zip(records, decoded, strict=True):
-        _fill(record, at, inst, operations, index)
+    _, filled = _filled.setdefault(id(operations), (operations, {}))
+    for i, (at, inst) in enumerate(decoded):
+        if id(inst) not in filled:
+            record = np.zeros((), RECORD)
+            _fill(record, at, inst, operations)
+            filled[id(inst)] = record
+        records[i] = filled[id(inst)]
+        name = name_of(inst)
+        if name.startswith(("S_BRANCH", "S_CBRANCH")):
+            records[i]["target"] = index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
+    records["at"] = [at for at, _ in decoded]
     return records
 
 
-def _fill(
-    record: Any, at: int, inst: Any, operations: dict[str, int], index: dict[int, int]
-) -> None:
+def _fill(record: Any, at: int, inst: Any, operations: dict[str, int]) -> None:
+    """All but its place, and where it jumps to."""
     name, kind = name_of(inst), type(inst).__name__
     read = _Read(inst)
     saturates = f"{name}_CLAMP" in operations and _has(inst, "clmp") and read.clmp
-    record["op"], record["at"] = operations[f"{name}_CLAMP" if saturates else name], at
+    record["op"] = operations[f"{name}_CLAMP" if saturates else name]
     for field in ("dst", "sdst", "addr", "saddr", "data", "dpp", "target"):
         record[field] = -1
     record["src"] = -1
@@ -90,8 +118,6 @@ def _fill(
             if getattr(value, "offset", value):
                 raise Unknown(f"{name} with {field} at {at:#x}")
     _check_modifiers(record, name, at)
-    if name in ("S_BRANCH",) or name.startswith("S_CBRANCH"):
-        record["target"] = index[at + SHORTEST + 4 * signed(inst.simm16, 16)]
 
 
 class _Read:

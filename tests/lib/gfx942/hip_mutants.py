@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
+from tests.lib.compiled import from_own_end, made_in_run
 from tests.lib.gfx942 import hip_column_requests, hip_ranks, hip_requests
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
@@ -323,6 +324,10 @@ def expected(case: str, name: str) -> Any:
 @cache
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
+    return made_in_run(f"seen {case} {name}", partial(_see, case, name))
+
+
+def _see(case: str, name: str) -> Seen:
     one, right = walk(case), expected(case, name)
     steps = hip_requests.most_steps(one.layout.lowering.num_blocks)
     made, told = run(one, name, {"steps": steps} | CALM, 1)
@@ -334,7 +339,7 @@ def seen(case: str, name: str) -> Seen:
 
 def reached(case: str) -> np.ndarray:
     """How often all requests together execute each instruction."""
-    return np.sum([seen(case, name).executed for name in REQUESTS[case]], 0)
+    return np.sum([seen(case, name).executed for name in from_own_end(REQUESTS[case])], 0)
 
 
 def unreached(case: str) -> list[Chain]:

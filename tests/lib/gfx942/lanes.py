@@ -20,10 +20,22 @@ COMBINES = ("AND", "ANDN1", "ANDN2", "OR", "ORN1", "ORN2", "XOR", "XNOR", "NAND"
 Blocks = dict[
     int, tuple[int, list[int]]
 ]  # of a block's first instruction: behind its last; where the flow goes on
-# Of a scalar register or a lane of a vector register: (moment, WHOLE or PART). Of ("off", moment): where lanes went off
-# since; ("off", moment, earlier one): where those of an earlier moment had gone off by then; ("beyond", moment): not
-# empty if EXEC may since have had lanes that the moment had not.
+# Of a scalar register or a lane of a vector register: (moment, WHOLE or PART). Of off(moment): where lanes went off
+# since; off(moment, earlier one): where those of an earlier moment had gone off by then; beyond(moment): not empty if
+# EXEC may since have had lanes that the moment had not.
 State = dict[Any, frozenset]
+
+
+class Of(tuple):
+    """A key of moments: by its type, since a walk looks through its keys millions of times."""
+
+
+def off(*moments: int) -> Of:
+    return Of(("off", *moments))
+
+
+def beyond(moment: int) -> Of:
+    return Of(("beyond", moment))
 
 
 class Untraced(ValueError):
@@ -125,57 +137,53 @@ class Lanes:
             if ANY in lanes:
                 raise Untraced("EXEC is widened by unknown lanes")
             self.rejoined.setdefault(i, set()).update(
-                *(state.get(("off", moment), NOTHING) for moment, _ in lanes)
+                *(state.get(off(moment), NOTHING) for moment, _ in lanes)
             )
             _widen(state, lanes)
         if how != "OR":
             for moment in _moments(state):
-                state["off", moment] = state.get(("off", moment), NOTHING) | {i}
+                state[off(moment)] = state.get(off(moment), NOTHING) | {i}
 
 
 def _widen(state: State, lanes: frozenset) -> None:
     """Lanes of some moments are on again. If it is all of one, what went off since is as it was then."""
     moments = _moments(state)
     (moment, how), *more = lanes or {NONE}
-    if how == WHOLE and not more and not state.get(("beyond", moment)):
+    if how == WHOLE and not more and not state.get(beyond(moment)):
         for one in moments:
-            state["off", one] = state.get(("off", moment, one), NOTHING)
+            state[off(one)] = state.get(off(moment, one), NOTHING)
     given = {moment for moment, _ in lanes}
     for one in moments - given:
-        if any(("off", one, earlier) in state for earlier in given):
-            state["beyond", one] = frozenset({True})
+        if any(off(one, earlier) in state for earlier in given):
+            state[beyond(one)] = frozenset({True})
 
 
 def _begin(state: State, moment: int) -> None:
     """A moment comes; nothing is left of an earlier time it came, but what a mask still holds."""
     if moment in _moments(state):
-        state["beyond", moment] = frozenset({True})
+        state[beyond(moment)] = frozenset({True})
     else:
         _forget(state, {moment})
         for earlier in _moments(state):
-            state["off", moment, earlier] = state.get(("off", earlier), NOTHING)
+            state[off(moment, earlier)] = state.get(off(earlier), NOTHING)
 
 
 def _forget(state: State, moments: set[int]) -> None:
-    for key in [k for k in state if _of_moment(k) and not moments.isdisjoint(k[1:])]:
+    for key in [k for k in state if type(k) is Of and not moments.isdisjoint(k[1:])]:
         del state[key]
-
-
-def _of_moment(key: Any) -> bool:
-    return isinstance(key, tuple) and isinstance(key[0], str)
 
 
 def _moments(state: State) -> set[int]:
     """Those whose lanes a mask may hold."""
     return {
-        moment for key, value in state.items() if not _of_moment(key) for moment, _ in value
+        moment for key, value in state.items() if type(key) is not Of for moment, _ in value
     } - {None, "any"}
 
 
 def _kept(state: State, needs: set) -> State:
-    state = {key: value for key, value in state.items() if key in needs or _of_moment(key)}
+    state = {key: value for key, value in state.items() if type(key) is Of or key in needs}
     held = _moments(state)
-    _forget(state, {k[1] for k in state if _of_moment(k)} - held)
+    _forget(state, {k[1] for k in state if type(k) is Of} - held)
     return state
 
 

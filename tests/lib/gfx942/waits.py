@@ -1,6 +1,7 @@
 """What machine code's waits are for, on any way that it may take, whichever lanes are on: registers that a load is to
 fill, and what is to have happened ahead of a barrier or a store."""
 
+import functools
 import re
 from typing import Any
 
@@ -32,8 +33,19 @@ def _later(state: State, kind: int | None) -> State:
     return {(op, k): n + (k == kind and n < ANY) for (op, k), n in state.items()}
 
 
+@functools.cache
 def _kind(name: str) -> int | None:
     return next((k for k, names in enumerate(KINDS) if re.match(names, name)), None)
+
+
+@functools.lru_cache(1 << 16)  # a walk comes by more than once
+def _used(name: str, text: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Registers that an instruction is to fill once its operation has ended, and those that it touches at once."""
+    first, _, rest = text.partition(" ")[2].partition(",")
+    fills = registers(first) if _kind(name) is not None and re.search(FILLS, name + text) else set()
+    touched = registers(rest if fills and "D16" not in name else f"{first},{rest}")
+    touched |= {"vcc"} if re.search("_VCC|DIV_FMAS|src_vcc", name + text) else set()
+    return frozenset(fills), frozenset(touched)
 
 
 def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State, set[str]]:
@@ -41,11 +53,7 @@ def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State
     the fewest of that kind that were issued behind."""
     if name == "S_WAITCNT":
         return _left(state, _most_left(inst.simm16)), set()
-    kind = _kind(name)
-    first, _, rest = text.partition(" ")[2].partition(",")
-    fills = registers(first) if kind is not None and re.search(FILLS, name + text) else set()
-    touched = registers(rest if fills and "D16" not in name else f"{first},{rest}")
-    touched |= {"vcc"} if re.search("_VCC|DIV_FMAS|src_vcc", name + text) else set()
+    kind, (fills, touched) = _kind(name), _used(name, text)
     bad = {r for r, k in state if r in touched or (r in fills and (k != kind or k == SCALAR))}
     return _later(state, kind) | {(r, kind): 0 for r in fills if kind is not None}, bad
 
