@@ -10,7 +10,6 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.column_cases import layout_of
 from tests.lib.machine_code import (
-    LISTS_OF_FOUR,
     SHAPES,
     assert_no_loop_spills,
     is_local,
@@ -40,20 +39,18 @@ def test_no_loop_that_streams_or_waits_spills(name, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunk", "in_polls"),
-    # Of a plain model one where ranks' outputs are joined, as lanes' are.
-    [("llama-3.2-1b", 2, False, 1), ("llama-3.2-1b", 2, True, 1), ("qwen3-8b", 4, False, LISTS_OF_FOUR),
-     ("llama-3.2-1b", 8, False, 1), ("laneformer-2b", 2, False, 1), ("laneformer-2b", 8, False, 1)],
+    ("name", "ranks", "chunk"),
+    [("llama-3.2-1b", 2, False), ("llama-3.2-1b", 2, True), ("qwen3-8b", 4, False), ("llama-3.2-1b", 8, False),
+     ("laneformer-2b", 2, False), ("laneformer-2b", 8, False)],
 )  # fmt: skip
-def test_kernels_of_ranks_spill_no_more_and_ask_at_system_scope(name, ranks, chunk, in_polls):
+def test_kernels_of_ranks_spill_no_more_and_ask_at_system_scope(name, ranks, chunk):
     lowering = lower(build(spec_named(name), ranks), GPUS["h200"])
     code = machine_code(lay_out_columns(lowering, 1024, 8, chunk), "columns.cu")
-    assert_no_loop_spills(code, in_polls=in_polls)
+    # One where ranks' outputs are joined, as lanes' are.
+    assert_no_loop_spills(code, in_polls=1)
     words = [what for _, what in code if re.search(r"\b(LDG|STG)\S*STRONG", what)]
     assert len(words) > 100 and all("STRONG.SYS" in what for what in words)
-    if (
-        ranks == 2
-    ):  # of more, lists of log-probabilities are spilled in a choice that is out of line
+    if ranks == 2:  # four of qwen3-8b take 131, most of them in the walk
         assert len([what for _, what in code if is_local(what)]) <= MOST_SPILLS
 
 

@@ -13,6 +13,7 @@ import torch
 
 from kog_triton.backends import BackendOptions, serving
 from kog_triton.backends.mailbox import Mailbox
+from kog_triton.backends.request_words import MOST_LOGPROBS
 from kog_triton.backends.token_words import Outcome
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RequestError, RunError
@@ -102,6 +103,17 @@ def test_other_vocabularies(backends, model, name):
     backend = backends(model)
     params = resolved(backend.spec.vocab_size, **SETTINGS[name])
     assert_defined(backend, PROMPT, steps_of(backend, PROMPT, 3, params), params)
+
+
+def test_the_best_of_more_blocks_than_registers_hold(tmp_path):
+    """As four GPUs have: a thread asks for a block's next best once it has taken one, of two blocks of three."""
+    edits = (
+        ("kMostHeldRanks = 16;", "kMostHeldRanks = 0;"),
+        ("kLists = (kAllBlocks + kConsumers - 1) / kConsumers;", "kLists = 2;"),
+    )
+    include = plant(tmp_path, *(("logprob.h", before, after) for before, after in edits))
+    backend, params = backend_of("odd", include=include), resolved(VOCAB, logprobs=MOST_LOGPROBS)
+    assert_defined(backend, PROMPT, steps_of(backend, PROMPT, 5, params), params)
 
 
 def test_warps_that_lag_change_nothing(monkeypatch):

@@ -146,15 +146,12 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
 
 def test_the_best_of_more_blocks_than_registers_hold(tmp_path):
     """As many GPUs have: a thread asks for a block's next best once it has taken one, of four blocks by two threads."""
-    edits = (
-        ("ptx.h", "kMostHeldRanks = 16;", "kMostHeldRanks = 0;"),
-        ("logprob.h", LISTS, LISTS_OF_TWO),
-    )
-    (tmp_path / "kog").mkdir()
-    for file, old, new in edits:
-        text = next(path.read_text() for one in INCLUDES if (path := one / "kog" / file).exists())
+    text = next(p.read_text() for one in INCLUDES if (p := one / "kog/logprob.h").exists())
+    for old, new in (("kMostHeldRanks = 16;", "kMostHeldRanks = 0;"), (LISTS, LISTS_OF_TWO)):
         assert text.count(old) == 1
-        (tmp_path / "kog" / file).write_text(text.replace(old, new))
+        text = text.replace(old, new)
+    (tmp_path / "kog").mkdir()
+    (tmp_path / "kog/logprob.h").write_text(text)
     params = SamplingParams(temperature=0.8, seed=3, logprobs=MOST_LOGPROBS)
 
     def told(one, conditions):

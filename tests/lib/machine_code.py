@@ -22,8 +22,6 @@ from tests.lib.slow import some_always
 
 SHAPES = ("llama-3.2-1b", "laneformer-2b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b")
 LONGEST_LOOP = 1000  # instructions
-# Loads and stores of the poll for the log-probabilities' lists of four ranks' blocks, by one block of all.
-LISTS_OF_FOUR = 21
 WEIGHTS = r"\b[HI]MMA"  # what multiplies them
 WORDS = r"\bLDG.*STRONG\.(GPU|SYS)"  # what asks for other blocks' words
 

@@ -27,7 +27,6 @@ template <class T>
 using Memory = T*;
 
 constexpr u32 kWholeWarp = 0xffffffffu;
-constexpr int kMostHeldRanks = 64;  // of a thread, 64 bits each (logprob.h): more are asked for one by one
 constexpr int kWarpThreads = 32;
 constexpr bool kMaskInRegister = true;  // a register can hold shuffle_xor's mask (threads.h)
 

@@ -39,7 +39,6 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-constexpr int kMostHeldRanks = 16;  // of a thread, 64 bits each (logprob.h): more are asked for one by one
 constexpr bool kMaskInRegister = false;  // shuffle_xor's mask is part of the instruction (threads.h)
 constexpr int kWaveThreads = 64, kWaves = kConsumers / kWaveThreads;
 constexpr int kWarpThreads = kWaveThreads / 2;

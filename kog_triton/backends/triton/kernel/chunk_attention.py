@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import rotated_pair, softmax_step
 from kog_triton.backends.triton.kernel.columns import begins, vectors
-from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages
+from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages, once
 from kog_triton.backends.triton.kernel.words import in_range
 
 KEYS: tl.constexpr = tl.constexpr(64)  # of the cache, at one step
@@ -81,6 +81,13 @@ def rotated(lower, upper, gains, position, valid, p, S: tl.constexpr):
 
 
 @triton.jit
+def rounded(lower, upper, p, S: tl.constexpr):
+    """Halves of keys or values as the cache holds them."""
+    element: tl.constexpr = p.kv.dtype.element_ty
+    return once(in_range(lower, S).to(element), S), once(in_range(upper, S).to(element), S)
+
+
+@triton.jit
 def add_keys(q, top, total, out, keys, values, seen, S: tl.constexpr):
     """Into the online softmax: keys and values in halves, of which a row sees `seen` [rows, keys]."""
     score = dot_onto(dot(q[0], tl.trans(keys[0]), S), q[1], tl.trans(keys[1]), S)
@@ -134,9 +141,9 @@ def attend_task(layer, pos, count, slot, head, task, p, S: tl.constexpr):
     there = n < count
     lower, upper = half_rows(S.heads + head, n, there, p, S)
     lower, upper = rotated(lower, upper, gains + D, pos + n, there, p, S)
-    keys = (in_range(lower, S).to(element), in_range(upper, S).to(element))
+    keys = rounded(lower, upper, p, S)
     lower, upper = half_rows(S.heads + S.kv_heads + head, n, there, p, S)
-    values = (in_range(lower, S).to(element), in_range(upper, S).to(element))
+    values = rounded(lower, upper, p, S)
     spot = cache + (pos + n) * D + j
     own = there & (n // TOKENS == task) & inside
     store_halves(spot, keys, own, S)

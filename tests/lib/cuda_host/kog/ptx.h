@@ -56,7 +56,6 @@ using Memory = T*;
 
 constexpr int kWarpThreads = 32;
 #ifndef KOG_WAVE
-constexpr int kMostHeldRanks = 64;
 constexpr bool kMaskInRegister = true;
 #endif
 

@@ -8,7 +8,6 @@
 
 namespace kog {
 
-constexpr int kMostHeldRanks = 16;
 constexpr bool kMaskInRegister = false;
 constexpr int kWaveThreads = KOG_WAVE, kWaves = kConsumers / kWaveThreads;
 

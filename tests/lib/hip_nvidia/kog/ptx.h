@@ -4,7 +4,6 @@
 #pragma once
 
 // What CUDA's seam has otherwise.
-#define kMostHeldRanks kMostHeldRanksOfCuda
 #define kMaskInRegister kMaskInRegisterOfCuda
 #define BlockPlace BlockPlaceOfCuda
 #define block_index block_index_of_cuda
@@ -12,7 +11,6 @@
 #define clock_ticks clock_ticks_of_cuda
 #define watch_own_wait watch_own_wait_of_cuda
 #include "../../../../backends/cuda/include/kog/ptx.h"
-#undef kMostHeldRanks
 #undef kMaskInRegister
 #undef BlockPlace
 #undef block_index
@@ -25,7 +23,6 @@
 
 namespace kog {
 
-constexpr int kMostHeldRanks = 16;
 constexpr bool kMaskInRegister = false;
 constexpr int kWaveThreads = 64, kWaves = kConsumers / kWaveThreads;
 
