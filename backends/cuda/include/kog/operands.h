@@ -109,22 +109,6 @@ struct OperandLayout {
   KOG_DEVICE static int set_of(int j) { return kInteger ? 0 : j / kOperandWords; }
 };
 
-// A thread's words of a step, as another block has stored them.
-template <int N>
-KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      uint4 w = load_relaxed4(from + i);
-      v.w[i] = w.x, v.w[i + 1] = w.y, v.w[i + 2] = w.z, v.w[i + 3] = w.w;
-    }
-  } else if constexpr (N == 2) {
-    uint2 w = load_relaxed2(from);
-    v.w[0] = w.x, v.w[1] = w.y;
-  } else {
-    v.w[0] = load_relaxed(from);
-  }
-}
 // How wide operands lie, whatever the stage.
 struct Wide {
   struct Weights {

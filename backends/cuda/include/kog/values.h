@@ -19,6 +19,23 @@ struct alignas(N < 4 ? 4 * N : 16) WordVector {
   }
 };
 
+// Words side by side, as another block has stored them.
+template <int N>
+KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      uint4 w = load_relaxed4(from + i);
+      v.w[i] = w.x, v.w[i + 1] = w.y, v.w[i + 2] = w.z, v.w[i + 3] = w.w;
+    }
+  } else if constexpr (N == 2) {
+    uint2 w = load_relaxed2(from);
+    v.w[0] = w.x, v.w[1] = w.y;
+  } else {
+    v.w[0] = load_relaxed(from);
+  }
+}
+
 // The residual stream. Warp w holds elements [w * kSlice, (w + 1) * kSlice),
 // a thread four side by side; kSlice is what warp w multiplies where K is cut in 16 parts, so that it
 // stages for itself.

@@ -39,9 +39,10 @@ ROWS = 64  # positions whose logits one launch of `forward_logits` keeps
 # 192, three chunks, 6.60 and 6.79; 224, four chunks, 8.12 and 6.52 (second of four).
 IN_CHUNKS = Crossover(fresh=17, behind=193)
 
-# Of narrow weights, for which torch makes values of all codes before a pass: 512 tokens of 8B int4 take it 121 ms (one
-# H200), and a chunk of 64 by instructions 7 (benchmarks/triton-log.md#narrow-chunks); not measured against each other.
-IN_CHUNKS_OR_UNPACKED = Crossover(fresh=1024, behind=1024)
+# Of narrow weights, for which torch makes values of all codes before a pass: Qwen3-8B on one H200, 512 tokens in chunks
+# 85 (FP8) and 75 ms (int4), by the library 104 and 113; 1,024 of int4 148 and 124 (benchmarks/triton-log.md#narrow-chunks).
+# Behind a cached prefix neither was timed.
+IN_CHUNKS_OR_UNPACKED = Crossover(fresh=640, behind=640)
 
 
 class TritonBackend:

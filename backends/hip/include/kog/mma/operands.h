@@ -55,15 +55,6 @@ struct OperandLayout {
   KOG_DEVICE static int set_of(int j) { return j / kPieceValueWords; }
 };
 
-// A thread's words of a step, as other blocks have stored them.
-template <int N>
-KOG_DEVICE void load_row(const u32* from, WordVector<N>& v) {
-#pragma unroll
-  for (int i = 0; i < N; i += 4) {
-    uint4 w = load_relaxed4(from + i);
-    v.w[i] = w.x, v.w[i + 1] = w.y, v.w[i + 2] = w.z, v.w[i + 3] = w.w;
-  }
-}
 // Where word `word` (two values) of Stage's inputs is for a token, in words from the first step.
 template <class Stage>
 KOG_DEVICE int narrow_offset(int word, int token) {
