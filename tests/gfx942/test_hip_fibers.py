@@ -11,9 +11,10 @@ import pytest
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.mailbox import Failure
+from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.model.small import small_model
 from kog_triton.request_check import check_requests
-from kog_triton.stage_check import check_stages
+from kog_triton.stage_check import check_stages, stage_inputs
 from tests.lib.cuda_requests import serve, tokens_of
 from tests.lib.cuda_threads import BOUNDED, JUDGED
 from tests.lib.gfx942 import hip_column_requests as columns
@@ -22,6 +23,8 @@ from tests.lib.gfx942.requests import ASKED, TOKENS, expected
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.hip_walk import HipColumnBackend, HipColumnThreadWalk, HipFiberBackend, HipThreadWalk
 from tests.lib.lowering_cases import ArrayWeights
+from tests.lib.narrow_stages import error_of
+from tests.lib.ring_walker import f16_spec
 
 slow = pytest.mark.slow
 UNLIMITED_NS = 1 << 40
@@ -101,6 +104,24 @@ def test_two_gpus(case):
 def test_every_stage_alone(case, wave):
     kind = type("OfWaves", (HipFiberBackend,), {"wave": wave})
     assert check_stages(kind, small_model(CASES[case].spec), "a CPU") == 12
+
+
+def test_attention_of_so_many_heads_that_a_thread_stages_eight_values(monkeypatch):
+    """Of splits that o_proj's readers join, and of threads without a value."""
+    monkeypatch.setattr(header, "split_least", lambda spec: 8)
+    spec = f16_spec(
+        num_layers=1,
+        hidden_size=48,
+        num_heads=66,
+        num_kv_heads=2,
+        head_dim=64,
+        intermediate_size=64,
+    )
+    backend = opened(HipFiberBackend, spec, 6)
+    reference = ReferenceBackend(ArrayWeights(spec), BackendOptions())
+    state = stage_inputs(spec, "attention", 0, 2, 20)
+    want, got = (b.run_stage("attention", 0, state)["attention"] for b in (reference, backend))
+    assert error_of(got, want) < 1e-3  # splits are rounded, and what they are joined to
 
 
 @slow
