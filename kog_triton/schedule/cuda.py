@@ -55,7 +55,8 @@ STREAM_WINDOW_BYTES, STREAM_CALM_BYTES = 64 * KB, 48 * KB
 NARROW_CALM_BYTES = 32 * KB
 MEASURED_RATE = GPUS["h200"].block_rate
 PARTIAL_ROWS = 128  # rows whose partial sums are held at once, twice
-# Units that do not end with a ring slot are multiplied by unrolled code: fragments up to where they do.
+# Fragments of a period, units up to where they end with a ring slot, whose code is laid out. Longer periods have a loop
+# for each unit, of narrow weights alone (CudaLowering.long_units).
 UNROLLED = 18
 # Time of a byte in narrow fragments, whose loop takes twice the instructions, in wide ones: an
 # estimate, not a measurement.

@@ -1,7 +1,7 @@
 """What compilers made, kept by content in a temporary folder of this user's: made once, however many processes ask.
 
 Whoever asks first makes it, and those who ask meanwhile wait. A file appears whole or not at all; a lock ends
-with its process.
+with its process. What a run of pytest-xdist shares lies in a folder of its own, which a later run removes.
 """
 
 import fcntl
@@ -9,24 +9,28 @@ import functools
 import hashlib
 import os
 import pickle
+import shutil
 import subprocess
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(tempfile.gettempdir()) / f"kog-tests-compiled-{os.getuid()}"
+LONGEST_RUN = 24 * 3600  # s: folders of runs that began before are nobody's
 
 
-def made_once(parts: Iterable[bytes], make: Callable[[Path], None]) -> Path:
+def made_once(parts: Iterable[bytes], make: Callable[[Path], None], folder: Path = FOLDER) -> Path:
     """The file that `make` writes; `parts` are all that it depends on."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     FOLDER.mkdir(mode=0o700, exist_ok=True)
     assert FOLDER.stat().st_uid == os.getuid(), f"{FOLDER} is somebody else's: its code is not run"
-    made = FOLDER / digest.hexdigest()[:24]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    made = folder / digest.hexdigest()[:24]
     if made.exists():
         return made
     with open(made.with_suffix(".lock"), "w") as lock:
@@ -48,7 +52,11 @@ def made_in_run(what: str, make: Callable[[], Any]) -> Any:
     def keep(draft: Path) -> None:
         draft.write_bytes(zlib.compress(pickle.dumps(make())))
 
-    made = made_once([run.encode(), what.encode()], keep)
+    folder = FOLDER / f"run-{run}"
+    for other in FOLDER.glob("run-*"):
+        if other != folder and time.time() - other.stat().st_mtime > LONGEST_RUN:
+            shutil.rmtree(other, ignore_errors=True)
+    made = made_once([what.encode()], keep, folder)
     return pickle.loads(zlib.decompress(made.read_bytes()))  # noqa: S301  as much our own as the libraries
 
 

@@ -23,6 +23,7 @@ STORED = {BF16: DType.BF16, F16: DType.F16, F32: DType.F32}
 # Root mean square of the error of a layer's keys or values, over their own. Each layer rounds its
 # activations once more, to 8 bits (bf16) or 11 (fp16).
 TOLERANCE = {F32: 2e-6, F16: 0.004, BF16: 0.03}
+STORED_TOLERANCE = {STORED[dtype]: most for dtype, most in TOLERANCE.items()}
 CPU = torch.device("cpu")
 
 

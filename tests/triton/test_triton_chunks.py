@@ -31,12 +31,11 @@ from kog_triton.model.spec import DType, Head, Reduce
 from tests.lib.concurrent_interpreter import Deadlock, concurrent
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.planting import plant
+from tests.lib.prefill_cases import STORED_TOLERANCE
 from tests.lib.triton_cases import GREEDY, Case, backend_of, lanes, plain, serve
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 BF16 = DType.BF16
-# Root mean square of the error of a layer's keys or values, over their own: as in test_library_prefill.py.
-TOLERANCE = {DType.F16: 0.004, BF16: 0.03}
 TOKENS = (3, 42, 12, 7, 8, 1, 9, 30, 4)
 AHEAD, COLUMNS = 7, 4  # of those tokens, in chunks
 
@@ -111,7 +110,7 @@ def error_of(case: Case, keys: torch.Tensor) -> float:
     want, dims = expected(case), (1, 2, 4, 5)
     assert want.std() > 0.5
     error = ((keys.float() - want).square().mean(dims) / want.square().mean(dims)).sqrt()
-    return float(error.max()) / TOLERANCE[case.spec.dtype]
+    return float(error.max()) / STORED_TOLERANCE[case.spec.dtype]
 
 
 # ---- keys and values ----

@@ -1,10 +1,9 @@
 """What a block holds of a matrix stage at once: its operands, and the partial sums of so many units.
 
-A kernel of one token keeps operands in shared memory; one of several columns a part of them in registers, and
-sums where they leave room; what finds none is read again for each unit (include/kog/operands.h).
+A kernel of one token keeps operands in shared memory, or in registers if they are few (HELD_STEPS, HELD_WHOLE_WORDS);
+one of several columns a part of them in registers, and sums where they leave room; what finds none is read again for
+each unit (include/kog/operands.h).
 """
-
-import math
 
 from kog_triton.model.weight_format import Code, Offset
 from kog_triton.schedule.cuda import (
@@ -59,7 +58,7 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     """Steps of K whose operands a warp holds in registers."""
     steps = lo.steps(stage)
     if columns == 1:
-        return steps if steps <= HELD_STEPS or _whole_words(lo, stage) <= HELD_WHOLE_WORDS else 0
+        return steps if steps <= HELD_STEPS or _few_whole_words(lo, stage) else 0
     if read := read_steps(lo, stage, columns):
         # One at least lies in memory: where all that is not read is held, a loop of Qwen2.5-Coder-1.5B's down_proj
         # spills 22 registers on sm_120a, and 10 with one less.
@@ -67,13 +66,16 @@ def held_steps(lo: CudaLowering, stage: Stage, columns: int) -> int:
     return _most_held(lo, stage, columns)
 
 
-def _whole_words(lo: CudaLowering, stage: Stage) -> float:
-    """Registers of one token's operands in a part of K (include/kog/operands.h, Row); infinite if they are no whole
-    numbers."""
-    how, weights = lo.weights[stage.name].format, lo.weights[stage.name]
-    if how is None or not weights.integer:
-        return math.inf
-    products = weights.pack // (1 if how.code is Code.E2M1 else 2)
+def _few_whole_words(lo: CudaLowering, stage: Stage) -> bool:
+    return lo.weights[stage.name].integer and whole_words(lo, stage) <= HELD_WHOLE_WORDS
+
+
+def whole_words(lo: CudaLowering, stage: Stage) -> int:
+    """Registers of one token's operands in a part of K, of a stage that multiplies whole numbers: of each fragment what
+    include/kog/operands.h, Row, has."""
+    how, pack = lo.weights[stage.name].format, lo.weights[stage.name].pack
+    assert how
+    products = pack // (1 if how.code is Code.E2M1 else 2)
     return lo.unit_fragments(stage) * (2 * products + (1 if how.offset is Offset.NONE else 2))
 
 

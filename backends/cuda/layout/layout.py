@@ -37,6 +37,7 @@ from kog_triton.backends.cuda.layout.batches import (
     sums_over,
     unit_pieces,
     up,
+    whole_words,
 )
 from kog_triton.backends.cuda.layout.exchanges import decode_kernel
 from kog_triton.errors import ModelError
@@ -145,6 +146,7 @@ class Layout:
         return {
             "batch": batch_units(lo, stage, columns),
             "held": held_steps(lo, stage, columns),
+            **({"whole_words": whole_words(lo, stage)} if lo.weights[stage.name].integer else {}),
             "read": read_steps(lo, stage, columns),
             "read_slots": read_slots(lo, stage),
             "step_bytes": step_bytes(lo, stage, columns),

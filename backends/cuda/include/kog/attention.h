@@ -124,7 +124,8 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   int length = position + 1 - first_position(position, kWindows[b.layer]);
   int used = splits_in_use(length);
   if (used > kMerged) return stage_words<Stage, AttentionWords>(b, step, join_phase(b));
-  // Words of each split, and the logarithms of all: of as many values side by side as all threads have.
+  // Words of each split, and the logarithms of all. Eight values a thread where each has some, else four: half as many
+  // joins and shuffles (benchmarks/cuda-log.md#narrow-32b).
   constexpr int kValues = Stage::kPaddedK >= 8 * kConsumers ? 8 : 4;
   using In = Inputs<Stage, kValues>;
   using Words = WordVector<kValues / 2>;

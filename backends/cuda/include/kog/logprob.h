@@ -10,7 +10,8 @@ namespace kog {
 
 constexpr int kListed = kMostLogprobs * kWarps;
 // Of other blocks, that a thread holds at once, 64 bits each: of more it holds each block's best alone. On an H200 two
-// GPUs have 11. Of eight 42 took 80 to 88 loads and stores of spilled registers in the poll that asks for them.
+// GPUs have 11. Of eight 42 took 86 loads and stores of spilled registers in the poll that asks for them
+// (benchmarks/cuda-log.md#held-ranks).
 constexpr int kMostHeldRanks = 16;
 
 KOG_DEVICE u64 rank_of(float logit, int id) {

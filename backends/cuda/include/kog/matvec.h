@@ -115,7 +115,7 @@ KOG_DEVICE void put_sums(const Block& b, const float (&c)[OperandLayout<Stage>::
 }
 
 // Units and ring slots end together every kPeriod units: one period of a stage's stream
-// (schedule/cuda.py keeps these short).
+// (short, or its units are long: schedule/cuda.py).
 template <class Stage>
 constexpr int kPeriodSlots = Stage::kPeriod * Stage::kUnitFragments / kFragments;
 // Steps of K of a ring slot.
@@ -149,6 +149,7 @@ struct Ahead {
   static constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
   static constexpr int kSureSlots = (kSure * Stage::kUnitFragments + kFragments - 1) / kFragments;
   static constexpr int kAllSlots = (kLongest * Stage::kUnitFragments + kFragments - 1) / kFragments;
+  // None of long units: slots of theirs run in loops, and registers have no index.
   static constexpr int kRoom =
       Stage::kLongUnits ? 0
                         : kLeast<kLeast<kMostAheadOf<typename Stage::Weights>, kRingSlots>,
@@ -357,9 +358,8 @@ struct Reads {
   using Row = typename Operands<Stage>::Row;
   static constexpr int kSlotSteps = kog::kSlotSteps<Stage>, kReadSlots = Stage::kReadSlots,
                        kPack = Stage::Weights::kPack;
-  static constexpr int kStaged = (Operands<Stage>::kLast - kHead * kPack) / kSlotSteps;  // slots
-  static constexpr int kFirst = kSlots - (kSlots - kStaged + kReadSlots - 1) / kReadSlots * kReadSlots;
-  static_assert(Stage::kLongUnits || (kFirst == kStaged && Operands<Stage>::kLast % kSlotSteps == 0));
+  static constexpr int kFirst = kSlots - Stage::kRead / kSlotSteps;  // ring slot
+  static_assert(Stage::kRead % (kReadSlots * kSlotSteps) == 0);      // so that rows[0] are the tail's
   static_assert(kFirst >= 0 && kTail < kFragments);
   Row rows[kReadSlots][kSlotSteps];
 
@@ -375,8 +375,8 @@ struct Reads {
         load_row(from + f * OperandLayout<Stage>::kStepWords, rows[n][f]);
   }
   // Fragment f of a slot of the ring, as rows[n] have its operands.
-  KOG_DEVICE void multiply(const SlotOf<Stage>& weights, const Operands<Stage>& x, int n, int slot, int f,
-                           UnitSums<Stage>& c) const {
+  KOG_DEVICE void multiply_one(const SlotOf<Stage>& weights, const Operands<Stage>& x, int n, int slot, int f,
+                               UnitSums<Stage>& c) const {
     multiply_steps<Stage>(weights, x, f, kHead + slot * kFragments + f, c, [&](int i) {
       Row row = rows[n][f * kPack + i];
 #pragma unroll
@@ -394,7 +394,7 @@ struct Reads {
         SlotOf<Stage> weights;
         weights.template take<Stage>(b, ring);
 #pragma unroll
-        for (int f = 0; f < kFragments; f++) multiply(weights, x, n, first + n, f, c);
+        for (int f = 0; f < kFragments; f++) multiply_one(weights, x, n, first + n, f, c);
         int next = first + n + kReadSlots;
         if (next < kSlots + (kTail > 0)) ask(x, n, next);
       }
@@ -402,7 +402,7 @@ struct Reads {
     if constexpr (kTail > 0) {
       last.template take<Stage>(b, ring);
 #pragma unroll
-      for (int f = 0; f < kTail; f++) multiply(last, x, 0, kSlots, f, c);
+      for (int f = 0; f < kTail; f++) multiply_one(last, x, 0, kSlots, f, c);
     }
   }
 };
@@ -447,7 +447,7 @@ KOG_DEVICE void multiply_long_units(Block& b, Ring& ring, const Operands<Stage>&
   }
   auto staged = [&] {
 #pragma unroll 1
-    for (int i = kKnown > 0 ? kKnown : 0; i < kStaged; i++) {
+    for (int i = kKnown; i < kStaged; i++) {
       SlotOf<Stage> weights;
       weights.template take<Stage>(b, ring);
       multiply_fragments<Stage, false>(weights, x, 0, kFragments, kHead + i * kFragments, c);
@@ -515,29 +515,28 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
       SlotOf<Stage> slot;
       multiply_long_units<Stage, 0>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords, slot);
     }
-    return;
   } else {
-  auto next_of_ring = [&] {
-    SlotOf<Stage> weights;
-    weights.template take<Stage>(b, ring);
-    return weights;
-  };
+    auto next_of_ring = [&] {
+      SlotOf<Stage> weights;
+      weights.template take<Stage>(b, ring);
+      return weights;
+    };
 #pragma unroll
-  for (int p = 0; p < Taken::kPeriods; p++) {
-    int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
-    float* sums = to + p * kPeriod * OperandLayout<Stage>::kUnitWords;
-    multiply_period<Stage, true>(b, ring, x, left, sums, [&](int i) {
-      int n = p * kPeriodSlots<Stage> + i;
-      if constexpr (Taken::kCount == 0)
-        return next_of_ring();
-      else
-        return n < Taken::kCount ? taken.slots[n] : next_of_ring();
-    });
-  }
+    for (int p = 0; p < Taken::kPeriods; p++) {
+      int left = (p + 1) * kPeriod <= Taken::kSure ? kPeriod : units - p * kPeriod;
+      float* sums = to + p * kPeriod * OperandLayout<Stage>::kUnitWords;
+      multiply_period<Stage, true>(b, ring, x, left, sums, [&](int i) {
+        int n = p * kPeriodSlots<Stage> + i;
+        if constexpr (Taken::kCount == 0)
+          return next_of_ring();
+        else
+          return n < Taken::kCount ? taken.slots[n] : next_of_ring();
+      });
+    }
 #pragma unroll 1
-  for (int n = Taken::kUnits; n < units; n += kPeriod)
-    multiply_period<Stage, false>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords,
-                                  [&](int) { return next_of_ring(); });
+    for (int n = Taken::kUnits; n < units; n += kPeriod)
+      multiply_period<Stage, false>(b, ring, x, units - n, to + n * OperandLayout<Stage>::kUnitWords,
+                                    [&](int) { return next_of_ring(); });
   }
 }
 

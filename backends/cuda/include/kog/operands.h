@@ -269,6 +269,8 @@ struct Operands<Stage, true> {
     WordVector<2> w[kProducts];  // zeros where the column is of other steps
     u32 scale, sum;
   };
+  static_assert(Stage::kWholeWords == Stage::kUnitFragments * (2 * kProducts + 1 + kSums<typename Stage::Weights>),
+                "layout/batches.py counts other registers");
   Row held[Stage::kHeld > 0 ? Stage::kHeld : 1];
   const u32 *staged, *scales;  // the thread's, of the part's first fragment
   int product;                // that the thread's column is of

@@ -41,7 +41,8 @@ IN_CHUNKS = Crossover(fresh=17, behind=193)
 
 # Of narrow weights, for which torch makes values of all codes before a pass: Qwen3-8B on one H200, 512 tokens in chunks
 # 85 (FP8) and 75 ms (int4), by the library 104 and 113; 1,024 of int4 148 and 124
-# (benchmarks/triton-log.md#narrow-chunks). Behind a cached prefix neither was timed.
+# (benchmarks/triton-log.md#narrow-chunks). By these FP8 crosses near 640 tokens and int4 near 830: one number for both,
+# not timed there, nor behind a cached prefix.
 IN_CHUNKS_OR_UNPACKED = Crossover(fresh=640, behind=640)
 
 

@@ -60,7 +60,8 @@ def e4m3_values(w):
 
 @triton.jit
 def values_of(w, T: tl.constexpr):
-    """The values of all codes of words [m, n] in their order, float32 [m, n * codes of a word], less no zero point."""
+    """The values of all codes of words [m, n] in their order, float32 [m, n * codes of a word]; zero points are not yet
+    taken off."""
     if T.codes.is_e4m3:
         values = e4m3_values(w)
     else:

@@ -207,7 +207,8 @@ def narrower_at(at, row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, RUN: tl.
 
 @triton.jit
 def load_weights(base, row, owned, k, lane, S: tl.constexpr, STAGE: tl.constexpr):
-    """Weights [M, values of a step] of rows from value k on, of 16 bits; zeros of rows that are not `owned`."""
+    """Weights [M, values of a step] of rows from value k on: of 16 bits, or of codes in float32, which the caller
+    rounds; zeros of rows that are not `owned`."""
     T: tl.constexpr = S.stages[STAGE]
     at = weights_at(row, k, lane, S, STAGE)
     ws = tl.load(base + at[0], mask=owned[:, None], other=0, eviction_policy="evict_first")

@@ -20,6 +20,7 @@ from kog_triton.backends.triton.kernel.codes import (
     load_parts,
     parts_of,
     sets_of,
+    shape_of,
     stacked,
     sums_of_codes,
     with_scales,
@@ -31,10 +32,13 @@ from kog_triton.schedule.triton import StageTiles, Tiles
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
 # Laneformer-2B (1,536 words) with 1,024 here: 728 tokens/s, not 745; Qwen3-8B (2,048) 232, not 235 (one H200).
 HELD_WORDS: tl.constexpr = tl.constexpr(2048)
-# Iterations of the loop over a shared step's columns: half of them are written out, weights unpacked once for these.
-# Without a loop the compiler keeps operands of all of them at once (1B of four columns on sm_90: 1,672 bytes of stack).
+# Iterations of the loop over a shared step's columns, of 16-bit weights: columns of one iteration are written out, with
+# weights unpacked once for them. Without a loop the compiler keeps operands of all of them at once (1B of four columns
+# on sm_90: 1,672 bytes of stack).
 COLUMN_LOOP = 2
-NARROW_COLUMNS = 2  # of narrow weights, whose code is longer, at most so many
+# Columns of an iteration of narrow weights, at most: four took 232 bytes of stack, and 337 s to compile for 179
+# (benchmarks/triton-log.md#narrow-columns).
+NARROW_COLUMNS = 2
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
 RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -202,7 +206,9 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     T: tl.constexpr = S.stages[STAGE]
     if T.is_narrow:
         sums, factor = sums_of_codes(w, x, S, T, K, LINES_AXIS, PARTS)
-        if sets_of(T, K) > 1:
+        if (
+            sets_of(T, K) > 1 and shape_of(T, K)[0] > PARTS
+        ):  # lines that are added have factors of their own
             return (by_thread(sums * factor, PARTS),)
         else:
             return by_thread(sums, PARTS), by_thread(tl.broadcast_to(factor, sums.shape), PARTS)

@@ -61,11 +61,12 @@ from kog_triton.backends.triton.kernel.words import (
 
 WORDS: tl.constexpr = tl.constexpr(Given._fields.index("words"))
 LOGITS: tl.constexpr = tl.constexpr(Given._fields.index("logits"))
-PARTS: tl.constexpr = tl.constexpr(8)  # of a layer, each of which ends in a meeting
+LAYER_PARTS: tl.constexpr = tl.constexpr(8)  # of a layer, each of which ends in a meeting
 POINTS = (  # that are stamped; the last meeting and down_proj's join end where the next layer starts
     "start", "operands stored", "met", "qkv_proj", "met", "splits walked", "met", "splits joined", "met", "o_proj",
     "met", "o_proj joined, operands stored", "met", "gate_up_proj", "met", "down_proj",
 )  # fmt: skip
+# Of narrow weights o_proj's and down_proj's begin with `prepare` and the meeting behind it.
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def prepare_run(
 
 @triton.constexpr_function
 def meetings(S, part):
-    """Of a layer before the one behind `part`."""
+    """Meetings of a layer before the one that ends part `part`; of LAYER_PARTS, all of them."""
     prepared = (S.stages[1].is_narrow and part > 3) + (S.stages[3].is_narrow and part > 6)
     return part + prepared
 
@@ -135,10 +136,10 @@ def meetings(S, part):
 @triton.jit
 def met(number, PART: tl.constexpr, say, layer, alive, p, S: tl.constexpr):
     """Alive, after the meeting behind part PART of a layer; `number` is that of the layer's first one."""
-    run = number // meetings(S, PARTS)
+    run = number // meetings(S, LAYER_PARTS)
     stamp(p, run, 2 * PART + 1, S)
     _, alive = gather(number + meetings(S, PART), say, layer, alive, p, S)
-    if PART < PARTS - 1:
+    if PART < LAYER_PARTS - 1:
         stamp(p, run, 2 * PART + 2, S)
     return alive
 
@@ -183,7 +184,7 @@ def run_shared_layers(
     operands = p.words + S.region("x")
     for layer in tl.range(S.num_layers, disable_licm=True):
         stream = (base, either(layer == S.num_layers - 1, behind, base + S.layer_words), fetched)
-        stamp(p, number // meetings(S, PARTS), 0, S)
+        stamp(p, number // meetings(S, LAYER_PARTS), 0, S)
         store_operands(x, gains, own, p, S, 0, COLUMNS)
         alive = met(number, 0, control, layer, alive, p, S)
         stream = qkv_proj(stream, operands, layer, None, p, S, COLUMNS)
@@ -215,7 +216,7 @@ def run_shared_layers(
         gains = load_gains(2 * layer + 2, p, S)
         alive = met(number, 7, control, layer, alive, p, S)
         x, alive = join(x, 0, layer, 0, None, alive, mine, S, 3)
-        number += meetings(S, PARTS)
+        number += meetings(S, LAYER_PARTS)
         fetched = stream[2]
         base = base + S.layer_words
     store_operands(x, gains, own, p, S, 4, COLUMNS)

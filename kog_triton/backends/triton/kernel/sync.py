@@ -331,7 +331,8 @@ def dot_onto(total, a, b, S: tl.constexpr):
 
 @triton.jit
 def once(x, S: tl.constexpr):
-    """x, of 16 bits, which Triton would compute again on AMD: in an operand's layout, of which every wave has a copy.
+    """x, of 16 bits, computed once: on AMD Triton would compute x again in an operand's layout, of which every wave has
+    a copy (benchmarks/triton-log.md#operands-twice).
 
     A chunk's own keys and values so spilled 1,620 bytes of a tiny model on gfx1100, for 16, and took 245 registers on
     gfx942, for 192. Assembly that may have effects is not repeated.

@@ -14,7 +14,8 @@ KOG_DEVICE const u32* request_of(const Block& b, int column) {
   return b.p.request + b.small->cursors[column].slot * kRequestWords;
 }
 // For sm_100a and sm_120a NVRTC 13.0 spills where the thread stands around the call of `choose`, and reads it back all
-// over the head: 92 loads and stores of Qwen3-8B's chunks for 29 that ask anew. For sm_90a it does not.
+// over the head: 92 loads and stores of Qwen3-8B's chunks for 29 that ask anew. For sm_90a it does not
+// (benchmarks/cuda-log.md#blackwell).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kBlackwell = true;
 #else
