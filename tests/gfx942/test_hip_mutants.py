@@ -200,7 +200,7 @@ def test_processes_of_a_run_share_what_requests_do(monkeypatch):
 
     def make():
         made.append(np.arange(3))
-        return made[-1]
+        return {"some": made[-1]}
 
     for run, count in ((uuid.uuid4().hex, 1), (uuid.uuid4().hex, 2), (None, 4)):
         with monkeypatch.context() as patch:
@@ -208,7 +208,7 @@ def test_processes_of_a_run_share_what_requests_do(monkeypatch):
                 patch.delenv("PYTEST_XDIST_TESTRUNUID", raising=False)
             else:
                 patch.setenv("PYTEST_XDIST_TESTRUNUID", run)
-            assert all(made_in_run("some", make).tolist() == [0, 1, 2] for _ in range(2))
+            assert all(made_in_run("some", make)["some"].tolist() == [0, 1, 2] for _ in range(2))
         assert len(made) == count
     for worker, names in (("gw0", ["a", "b"]), ("gw1", ["b", "a"])):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)

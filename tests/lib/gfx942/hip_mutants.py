@@ -26,7 +26,7 @@ import torch
 
 from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
-from tests.lib.compiled import from_own_end, made_in_run
+from tests.lib.compiled import Arrays, from_own_end, made_in_run
 from tests.lib.gfx942 import hip_column_requests, hip_ranks, hip_requests
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
@@ -324,17 +324,26 @@ def expected(case: str, name: str) -> Any:
 @cache
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
-    return made_in_run(f"seen {case} {name}", partial(_see, case, name))
+    arrays = made_in_run(f"seen {case} {name}", partial(_see, case, name))
+    told, steps, executed, in_flight = (
+        arrays[k] for k in ("told", "steps", "executed", "in_flight")
+    )
+    return Seen(expected(case, name), told, int(steps), executed, in_flight)
 
 
-def _see(case: str, name: str) -> Seen:
+def _see(case: str, name: str) -> Arrays:
     one, right = walk(case), expected(case, name)
     steps = hip_requests.most_steps(one.layout.lowering.num_blocks)
     made, told = run(one, name, {"steps": steps} | CALM, 1)
     assert made == right, (case, name, made, right)
     last = one.last
     assert last is not None
-    return Seen(made, told, last.steps, last.executed, last.in_flight)
+    return {
+        "told": told,
+        "steps": np.array(last.steps),
+        "executed": last.executed,
+        "in_flight": last.in_flight,
+    }
 
 
 def reached(case: str) -> np.ndarray:
