@@ -244,6 +244,7 @@ def shapes_of_parts(S, T, K, PARTS):
 
 @triton.jit
 def line_by_line(LINES: tl.constexpr, WORDS: tl.constexpr):
+    """Where words of lines lie, one line behind the other: [LINES, WORDS]."""
     return tl.arange(0, LINES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
 
 
@@ -259,7 +260,7 @@ def store_parts(to, xs):
 def load_parts(
     ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Them again, with a copy for every warp that has rows of its own, in the place of a tile's rows."""
+    """What `store_parts` stored, with a copy for every warp that has rows of its own, in the place of a tile's rows."""
     COPIES: tl.constexpr = min(T.tile_rows, S.sizes.warps)
     SHAPES: tl.constexpr = shapes_of_parts(S, T, K, PARTS)
     copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), AXIS), 2)

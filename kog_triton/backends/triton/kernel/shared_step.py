@@ -115,7 +115,7 @@ def prepare(count, p, S: tl.constexpr, STAGE: tl.constexpr):
 def prepare_run(
     count, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, TILES: tl.constexpr
 ):
-    """Of TILES tiles as wide as FIRST."""
+    """`prepare` for TILES tiles along K, as wide as tile FIRST."""
     T: tl.constexpr = S.stages[STAGE]
     FROM: tl.constexpr = S.region(stage_input(STAGE))
     TO: tl.constexpr = operands_of(S, STAGE) + T.operands_before(FIRST)
