@@ -7,9 +7,9 @@ both:
     fragment of all warps   [warp][codes]  [warp][scales, then zero points or minimums]
 
 A fragment's codes are `pack` steps of the tensor core along K. Steps that share a scale are a *granule*; a warp's
-scales of a fragment are [scale_rows][granules]: one a row, or one for the even and one for the odd rows where whole
-fragments share theirs (gate and up are woven row by row, and each has scales of its own); zero points and minimums lie
-behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the stream:
+scales of a fragment are [scale_rows][granules]: one a row, or one where whole fragments share theirs (gate and up are
+woven row by row, and each has scales of its own: one for the even and one for the odd rows); zero points and minimums
+lie behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the stream:
 they multiply a row's sum in the end (`row_scales`).
 
 Scales are stored as the checkpoint has them. E4M3 is multiplied as 16-bit values; codes that are whole numbers, or
@@ -36,7 +36,7 @@ class StreamWeights:
 
     format: WeightFormat | None  # None: 16 bits a weight
     frag_k: int
-    rows_alike: bool = False  # whether the even rows of a fragment share their scales, and the odd
+    distinct_rows: int = FRAGMENT_ROWS  # of a fragment, whose scales differ: the first ones
 
     @property
     def pack(self) -> int:
@@ -67,7 +67,7 @@ class StreamWeights:
     @property
     def scale_rows(self) -> int:
         """Rows of a fragment with scales of their own."""
-        return (2 if self.rows_alike else FRAGMENT_ROWS) if self.scaled else 0
+        return self.distinct_rows if self.scaled else 0
 
     @property
     def scale_bytes(self) -> int:
@@ -126,7 +126,7 @@ class StreamWeights:
 def stage_weights(schedule: Schedule, stage: Stage, frag_k: int) -> StreamWeights:
     """ModelError where a stage's weights are not all of one format."""
     how = stage_format(schedule, stage)
-    return StreamWeights(how, frag_k, _rows_alike(schedule, stage, how))
+    return StreamWeights(how, frag_k, _distinct_rows(schedule, stage, how))
 
 
 def stage_format(schedule: Schedule, stage: Stage) -> WeightFormat | None:
@@ -193,17 +193,17 @@ def _check_cut(schedule: Schedule, stage: Stage, how: WeightFormat) -> None:
         )
 
 
-def _rows_alike(schedule: Schedule, stage: Stage, how: WeightFormat | None) -> bool:
-    """Whether eight rows that lie together in a unit have one scale a parity, in every fragment."""
+def _distinct_rows(schedule: Schedule, stage: Stage, how: WeightFormat | None) -> int:
+    """Of eight rows that lie together in a unit, how many have scales of their own, in every fragment."""
     if how is None or how.group_rows == 1:
-        return False
-    # Of each matrix: gate and up are woven row by row, others stacked.
-    rows = FRAGMENT_ROWS // (2 if stage.epilogue is Epilogue.SILU_MUL else 1)
+        return FRAGMENT_ROWS
+    woven = 2 if stage.epilogue is Epilogue.SILU_MUL else 1  # gate and up, row by row; others are stacked
+    rows = FRAGMENT_ROWS // woven  # of each matrix
     sizes = [_shard_rows(schedule, stage, w) for w in stage.weights]
     if stage.scope is Scope.ALL:
         sizes += [schedule.head_rows(rank)[0] for rank in range(schedule.num_ranks)]
     sizes += [how.group_rows] if how.group_rows else []
-    return all(size % rows == 0 for size in sizes)
+    return woven if all(size % rows == 0 for size in sizes) else FRAGMENT_ROWS
 
 
 def _shard_rows(schedule: Schedule, stage: Stage, weight: str) -> int:

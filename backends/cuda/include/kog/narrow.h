@@ -64,7 +64,8 @@ struct StepBytes {
 template <class Weights, bool kTwoRows, int kEach = Weights::kScaleBytes>
 struct Scales {
   static constexpr bool kOne = Weights::kInteger && !kTwoRows;
-  static constexpr int kValues = kOne ? 1 : (kTwoRows ? 2 : 1) * Weights::kGranules, kBytes = kValues * kEach;
+  static constexpr int kRows = kTwoRows && Weights::kScaleRows > 1 ? 2 : 1;
+  static constexpr int kValues = kOne ? 1 : kRows * Weights::kGranules, kBytes = kValues * kEach;
   u32 w[(kBytes + 3) / 4];
 
   KOG_DEVICE void load(const Block& b, const u8* record) {
@@ -82,7 +83,7 @@ struct Scales {
     }
   }
   KOG_DEVICE static int number(int granule, int i) {
-    return kOne ? 0 : (kTwoRows ? i % 2 * Weights::kGranules : 0) + granule;
+    return kOne ? 0 : (kRows > 1 ? i % 2 * Weights::kGranules : 0) + granule;
   }
   // Of a granule, for sum i of a thread's four (matvec.h).
   KOG_DEVICE float at(int granule, int i) const {

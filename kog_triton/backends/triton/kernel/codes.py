@@ -196,7 +196,8 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
     PACK: tl.constexpr = T.pack
     SHAPE: tl.constexpr = shape_of(T, K)
     largest = largest_of(parts, S, T)
-    inverse = tl.expand_dims(1.0 / largest * LARGEST, 1)
+    inverse = tl.broadcast_to(tl.expand_dims(1.0 / largest * LARGEST, 1), parts[0].shape)
+    rounder = tl.full(parts[0].shape, ROUNDER, tl.float32)
     xs = ()
     total = tl.zeros_like(parts[0])
     ones = tl.full(parts[0].shape, ONE_EACH, tl.int32)
@@ -210,7 +211,7 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
             vs = (high(parts[0], S), high(parts[1], S), high(parts[2], S), high(parts[3], S))
         us = ()
         for n in tl.static_range(4):
-            us = us + ((vs[n] * inverse + ROUNDER).to(tl.int32, bitcast=True),)
+            us = us + (tl.fma(vs[n], inverse, rounder).to(tl.int32, bitcast=True),)
         first, second = bytes_of(us[0], us[1], 0x5140, S), bytes_of(us[2], us[3], 0x5140, S)
         highs = bytes_of(first, second, 0x7632, S)
         lows = bytes_of(first, second, 0x5410, S) ^ SIGN_EACH
@@ -378,5 +379,6 @@ def sums_of_codes(
         unit = for_rows(xs[PACK], ROWS, AXIS).to(tl.float32, bitcast=True)
         if T.codes.zero_points:
             of_operands = for_rows(xs[PACK + 1], ROWS, AXIS).to(tl.float32, bitcast=True)
-            total -= for_lines(tile[2], T, K, AXIS) * of_operands
+            zeros = tl.broadcast_to(for_lines(tile[2], T, K, AXIS), total.shape)
+            total = tl.fma(-zeros, tl.broadcast_to(of_operands, total.shape), total)
         return total, scale * unit

@@ -209,13 +209,20 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
         if (
             sets_of(T, K) > 1 and shape_of(T, K)[0] > PARTS
         ):  # lines that are added have factors of their own
-            return (by_thread(sums * factor, PARTS),)
+            return (by_thread(rounded_product(sums, tl.broadcast_to(factor, sums.shape)), PARTS),)
         else:
             return by_thread(sums, PARTS), by_thread(tl.broadcast_to(factor, sums.shape), PARTS)
     else:
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
         return (by_thread(tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3), PARTS),)
+
+
+@triton.jit
+def rounded_product(a, b):
+    """a * b, of one shape. A product that is added to another may become one instruction with the sum, whichever of the
+    two the compiler picks: a kernel of one request and one of several then differ in their last bits."""
+    return tl.fma(a, b, tl.zeros_like(a))
 
 
 @triton.jit
@@ -254,11 +261,10 @@ def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.cons
     parts = multiply(w, x, S, STAGE, K)
     part, total, rest = parts[0], sums[0], rests[0]
     if K > 0 and not narrow(S, STAGE, K) and len(parts) == 2:
-        # One instruction, spelled out: which of two products the compiler rounds first is the same in all kernels.
-        total = tl.fma(part, parts[1], total)
+        total = tl.fma(part, parts[1], total)  # spelled out, as rounded_product
     else:
         if len(parts) == 2:
-            part *= parts[1]
+            part = rounded_product(part, parts[1])
         if K == 0:
             total = part
         elif narrow(S, STAGE, K):
