@@ -108,8 +108,8 @@ struct Producer {
   KOG_DEVICE bool wait_for_window(Block& b) {
     while (true) {
       bool calm = passed<kCalmSlots>(b.full), hungry = passed<kWindowSlots>(b.empty);
-      u32 stop = load_volatile(&b.small->stop);
-      if (calm | hungry) return true;
+      u32 stop = load_volatile(&b.small->stop), walks = load_volatile(&b.small->walks);
+      if ((calm | hungry) && walks == 0) return true;
       if (stop != 0) return false;
     }
   }
