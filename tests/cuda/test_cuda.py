@@ -203,9 +203,9 @@ def test_plain_models_agree_with_the_reference(name):
     assert_close(Walk(spec, weights, **options), weights, tokens, limit)
 
 
-def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
+def long_span_spec():
     """72 query heads leave a round of the walk one tile of 16 positions: 60 of them are four rounds."""
-    spec = f16_spec(
+    return f16_spec(
         num_layers=2,
         hidden_size=24,
         intermediate_size=32,
@@ -213,6 +213,10 @@ def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
         num_kv_heads=1,
         head_dim=8,
     )
+
+
+def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
+    spec = long_span_spec()
     weights, layers, tile, tokens = RandomWeights(spec), spec.num_layers, 16, 60
     walk = Walk(spec, weights, 1)
     assert_close(walk, weights, tokens, 0.02)
@@ -235,6 +239,24 @@ def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
     # Walks of three rounds and more keep weights back, and let them go on in the end.
     first_tile = np.flatnonzero(tiles)[0]
     assert (slots[first_tile:] >= 0).any()
+
+
+def test_a_long_span_keeps_weights_back(tmp_path):
+    """Every copy to the ring that is asked for while one is walked is noted, by a fetch of seven bytes."""
+    asks = "    bulk_load(b.ring + next.slot"
+    noted = (
+        "ring.h",
+        asks,
+        f"    if (load_volatile(&b.small->walks) != 0) fetch_to_l2(from, 7);\n{asks}",
+    )
+    spec = long_span_spec()
+    walk, tokens = Walk(spec, RandomWeights(spec), 1), tokens_of(spec, 60)
+    for edits, early in ((noted,), False), ((noted, ("ring.h", " && walks == 0", "")), True):
+        folder = tmp_path / str(early)
+        folder.mkdir()
+        walk.library = compile_walk(walk.layout, include=plant(folder, *edits))
+        walk.forward_logits(tokens)
+        assert (walk.fetches()[:, 1] == 7).any() == early
 
 
 @pytest.mark.parametrize("head", some_always(Head, Head.MEAN, Head.VOCAB_PARALLEL))
