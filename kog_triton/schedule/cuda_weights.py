@@ -9,8 +9,8 @@ both:
 A fragment's codes are `pack` steps of the tensor core along K. Steps that share a scale are a *granule*; a warp's
 scales of a fragment are [scale_rows][granules]: one a row, or one where whole fragments share theirs (gate and up are
 woven row by row, and each has scales of its own: one for the even and one for the odd rows); zero points and minimums
-lie behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the stream:
-they multiply a row's sum in the end (`row_scales`).
+lie behind them in the same order. Scales that do not differ along K (a channel's, a tensor's) are no part of the
+stream: they multiply a row's sum in the end (`row_scales`).
 
 Scales are stored as the checkpoint has them. E4M3 is multiplied as 16-bit values; codes that are whole numbers, or
 twice them, meet activations that are whole numbers, too (include/kog/bytes.h). What a code becomes is off by a power of
@@ -197,7 +197,8 @@ def _distinct_rows(schedule: Schedule, stage: Stage, how: WeightFormat | None) -
     """Of eight rows that lie together in a unit, how many have scales of their own, in every fragment."""
     if how is None or how.group_rows == 1:
         return FRAGMENT_ROWS
-    woven = 2 if stage.epilogue is Epilogue.SILU_MUL else 1  # gate and up, row by row; others are stacked
+    # Gate and up are woven row by row, others stacked.
+    woven = 2 if stage.epilogue is Epilogue.SILU_MUL else 1
     rows = FRAGMENT_ROWS // woven  # of each matrix
     sizes = [_shard_rows(schedule, stage, w) for w in stage.weights]
     if stage.scope is Scope.ALL:
