@@ -28,6 +28,9 @@ from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
 STEP_VALUES = 32  # of K, that one product of whole numbers takes
+# A warp's scales of a fragment take 4 bytes or a multiple of 8: loads of two rows are aligned then
+# (include/kog/narrow.h), and those of four warps a whole copy of prompts (include/kog/prompt/pieces.h).
+RECORD_BYTES = (4, 8)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class StreamWeights:
     format: WeightFormat | None  # None: 16 bits a weight
     frag_k: int
     distinct_rows: int = FRAGMENT_ROWS  # of a fragment, whose scales differ: the first ones
+
+    def __post_init__(self) -> None:
+        assert self.distinct_rows in (1, 2, FRAGMENT_ROWS), self.distinct_rows
 
     @property
     def pack(self) -> int:
@@ -83,7 +89,9 @@ class StreamWeights:
     @property
     def record_bytes(self) -> int:
         """Beside the codes of one warp's fragment."""
-        return self.scale_rows * self.granules * (self.scale_bytes + self.offset_bytes)
+        used = self.scale_rows * self.granules * (self.scale_bytes + self.offset_bytes)
+        multiple = RECORD_BYTES[used > RECORD_BYTES[0]]
+        return -(-used // multiple) * multiple
 
     @property
     def warp_bytes(self) -> int:

@@ -17,7 +17,7 @@ from kog_triton.schedule.check import check_lowering
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import PADDING
 from kog_triton.schedule.narrow_packing import pack_narrow
-from kog_triton.schedule.schedule import Op, build
+from kog_triton.schedule.schedule import Epilogue, Op, build
 from kog_triton.schedule.shards import canonical
 from tests.lib.lowering_cases import H200, PROMPT, ArrayWeights, compare_stages, walker_of
 from tests.lib.narrow_stream import (
@@ -131,13 +131,15 @@ def assert_streams_hold_the_values(spec, source, num_blocks):
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-8b"])
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-channel"])
 def test_a_token_reads_hardly_more_than_the_checkpoint_stores(shape, name):
-    """Scales of blocks are repeated for fragments of eight rows: 1.6 % of the codes' bytes."""
+    """Scales of blocks are repeated for fragments of eight rows: 0.8 % of the codes' bytes, of gate and up 1.6 %."""
     spec = with_format(named_shape(shape), FORMATS[name])
     lowering = lower(build(spec), H200)
     for segment, stage in lowering.schedule.walk():
         if stage.op is Op.MATVEC:
             stored = weight_bytes(lowering.schedule, stage, segment.repeat)
-            assert 0.995 * stored <= stream_bytes(lowering, stage, segment.repeat) <= 1.02 * stored
+            most = 1.016 if stage.epilogue is Epilogue.SILU_MUL else 1.008
+            read = stream_bytes(lowering, stage, segment.repeat)
+            assert 0.995 * stored <= read <= most * stored
 
 
 def test_what_the_stream_cannot_hold_is_refused():

@@ -45,6 +45,10 @@ CASES = {
         WeightFormat(Code.INT8, 1, 64, Scale.BF16, Offset.ZERO_POINT),
         LARGE,
     ),
+    "int8 blocks, zero points": (
+        WeightFormat(Code.INT8, 128, 128, Scale.F32, Offset.ZERO_POINT),
+        LARGE,
+    ),
     "int8 g32 and head (Q8_0)": (
         WeightFormat(Code.INT8, 1, 32, Scale.F16),
         LARGE | {"tied_embeddings": True, "head": True},

@@ -4,6 +4,8 @@ Nothing here is the packing's: codes become values by what the kernel's shifts, 
 (include/kog/narrow.h), and where which value lies is what the tensor core's fragment says (include/kog/matvec.h).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -22,13 +24,19 @@ _HALF = {Scale.BF16: DType.BF16, Scale.F16: DType.F16}
 
 
 class NarrowWeights:
-    """A `WeightSource` whose narrow weights are another's, round to nearest."""
+    """A `WeightSource` whose narrow weights are another's, round to nearest. Blocks with offsets have the scales and
+    offsets of their first rows: weights of some kind."""
 
     def __init__(self, spec, wide):
         self.spec, self._wide, self._formats = spec, wide, dict(spec.narrow)
 
     def narrow(self, name) -> NarrowTensor:
-        return nearest(self._wide.load(name), self._formats[name])
+        how, wide = self._formats[name], self._wide.load(name)
+        if how.offset is Offset.NONE or how.group_rows == 1:
+            return nearest(wide, how)
+        rows = nearest(wide, replace(how, group_rows=1))
+        scales, offsets = (v[..., :: how.group_rows, :] for v in (rows.scales, rows.offsets))
+        return NarrowTensor(how, rows.codes, scales, offsets)
 
     def load(self, name):
         if name in self._formats:
@@ -157,12 +165,14 @@ def narrow_fragments(lo: CudaLowering, stage: Stage, slot: np.ndarray) -> np.nda
     each_warp = scales.reshape(lo.fragments, WARPS, weights.record_bytes)
     cut = weights.scale_rows * weights.granules * weights.scale_bytes
 
-    def spread(of_granules):  # even and odd rows in turn
+    def spread(of_granules):  # rows with scales of their own in turn
         of_granules = np.tile(of_granules, (1, 1, ROWS // weights.scale_rows, 1))
         return np.repeat(of_granules, values.shape[-1] // weights.granules, -1)
 
     scale = spread(scale_values(how.scale, each_warp[..., :cut].reshape(shape)))
-    beside = np.ascontiguousarray(each_warp[..., cut:])
+    used = cut + weights.scale_rows * weights.granules * weights.offset_bytes
+    assert not each_warp[..., used:].any()
+    beside = np.ascontiguousarray(each_warp[..., cut:used])
     if how.offset is Offset.ZERO_POINT:
         points = beside.view(np.int8) if how.code is Code.INT8 else beside
         points = spread(points.reshape(shape[:-1]).astype(np.float64))

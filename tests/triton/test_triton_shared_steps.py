@@ -22,10 +22,11 @@ import triton.language as tl
 from kog_triton.backends import serving
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
 from kog_triton.backends.triton.host.shared_steps import SharedSteps, most_columns
-from kog_triton.backends.triton.kernel import attention, slots
+from kog_triton.backends.triton.kernel import attention, shared_step, slots
 from kog_triton.errors import RunError
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.triton import lower_tiles
@@ -414,3 +415,20 @@ def is_red(seeds: int = 3) -> bool:
             if not torch.equal(state_of(backend, one, 0)[0], cache):
                 return True
     return False
+
+
+@pytest.mark.parametrize("format", [None, "int4-g128"])
+def test_stamps_know_which_run_of_a_layer_they_are_of(format):
+    """However many steps ran: each ends with a meeting that is no layer's."""
+    spec = named_shape("llama-3.2-1b")
+    spec = with_format(spec, FORMATS[format]) if format else spec
+    tiles = lower_tiles(build(spec), 132, 64)
+    each = shared_step.meetings(tiles, shared_step.LAYER_PARTS.value)
+    assert each == (10 if format else 8)
+    for step in range(40):
+        first = step * (spec.num_layers * each + 1)
+        runs = [
+            shared_step.layer_run.fn(first + layer * each, tiles)
+            for layer in range(spec.num_layers)
+        ]
+        assert runs == list(range(step * spec.num_layers, (step + 1) * spec.num_layers))

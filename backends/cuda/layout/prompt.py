@@ -149,13 +149,11 @@ def _narrow(kernel: ProductKernel, weights: StreamWeights) -> ProductKernel:
 
 
 def takes(lowering: CudaLowering, stage: Stage) -> bool:
-    """Whether the kernels read this stage: fragments of 8 rows by 32 values, K in four parts or more, scales of a part
-    that copies bring."""
-    tiling, record = lowering.tilings[stage.name], lowering.weights[stage.name].record_bytes
+    """Whether the kernels read this stage: fragments of 8 rows by 32 values, K in four parts or more."""
+    tiling = lowering.tilings[stage.name]
     whole = stage.rows % VALUES == 0 and stage.cols % VALUES == 0
     cut = tiling.fragment_rows == FRAGMENT_ROWS and tiling.k_parts >= LEAST_PARTS
-    copied = record % (COPIED // 2) == 0 or record == COPIED // LEAST_PARTS
-    return whole and cut and copied and lowering.frag_k == FRAG_K
+    return whole and cut and lowering.frag_k == FRAG_K
 
 
 def product_kernels(lowering: CudaLowering) -> tuple[ProductKernel, ...]:

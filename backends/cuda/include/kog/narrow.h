@@ -60,7 +60,8 @@ struct StepBytes {
 };
 
 // A thread's scales of one fragment, or minimums: of its row of weights or, where weights are the columns (operands.h,
-// swapped), of the two rows whose sums it has. Of one token's whole numbers: the one of the step whose sums it has.
+// swapped), of the two rows whose sums it has, unless all rows share one. Of one token's whole numbers: the one of the
+// step whose sums it has.
 template <class Weights, bool kTwoRows, int kEach = Weights::kScaleBytes>
 struct Scales {
   static constexpr bool kOne = Weights::kInteger && !kTwoRows;
@@ -120,6 +121,7 @@ template <class Weights, bool kTwoRows, bool kScaled = (Weights::kScaleRows > 0)
 struct SlotScales {};
 template <class Weights, bool kTwoRows>
 struct SlotScales<Weights, kTwoRows, true> {
+  static_assert(Weights::kRecordBytes == 4 || Weights::kRecordBytes % 8 == 0, "loads of scales are not aligned");
   static constexpr int kOffsetsAt = Weights::kScaleRows * Weights::kGranules * Weights::kScaleBytes;
   Scales<Weights, kTwoRows> scales[kFragments];
   Offsets<Weights, kTwoRows> offsets[kFragments];

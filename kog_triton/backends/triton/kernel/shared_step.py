@@ -134,9 +134,17 @@ def meetings(S, part):
 
 
 @triton.jit
+def layer_run(number, S: tl.constexpr):
+    """Layers that have run before the one whose first meeting is `number`: a step has a meeting behind its last one."""
+    EACH: tl.constexpr = meetings(S, LAYER_PARTS)
+    steps = number // (S.num_layers * EACH + 1)
+    return (number - steps) // EACH
+
+
+@triton.jit
 def met(number, PART: tl.constexpr, say, layer, alive, p, S: tl.constexpr):
     """Alive, after the meeting behind part PART of a layer; `number` is that of the layer's first one."""
-    run = number // meetings(S, LAYER_PARTS)
+    run = layer_run(number, S)
     stamp(p, run, 2 * PART + 1, S)
     _, alive = gather(number + meetings(S, PART), say, layer, alive, p, S)
     if PART < LAYER_PARTS - 1:
@@ -184,7 +192,7 @@ def run_shared_layers(
     operands = p.words + S.region("x")
     for layer in tl.range(S.num_layers, disable_licm=True):
         stream = (base, either(layer == S.num_layers - 1, behind, base + S.layer_words), fetched)
-        stamp(p, number // meetings(S, LAYER_PARTS), 0, S)
+        stamp(p, layer_run(number, S), 0, S)
         store_operands(x, gains, own, p, S, 0, COLUMNS)
         alive = met(number, 0, control, layer, alive, p, S)
         stream = qkv_proj(stream, operands, layer, None, p, S, COLUMNS)
