@@ -45,6 +45,7 @@ from kog_triton.llm_arguments import (
     template_text,
 )
 from kog_triton.metrics import Peak, measure
+from kog_triton.model.generation import READ
 from kog_triton.outputs import CompletionOutput, RequestOutput
 from kog_triton.progress import Progress
 from kog_triton.prompts import ChatPrompt, Prompt, list_of_prompts, read_prompt
@@ -146,7 +147,12 @@ class LLM:
             check_flag("enable_prefix_caching", enable_prefix_caching)
         if generation_config not in ("auto", "vllm"):
             raise wrong("generation_config", generation_config, "auto or vllm")
-        SamplingParams.from_generation_config(override_generation_config or {})  # refused now
+        override = dict(override_generation_config or {})
+        SamplingParams.from_generation_config(override)  # refused now
+        if unknown := sorted(set(override) - set(READ)):
+            raise RequestError(
+                f"override_generation_config.{unknown[0]} is not supported: have {', '.join(READ)}"
+            )
         self._chat_template = template_text(chat_template)
         self._shares_prefixes = enable_prefix_caching is not False
         self._logs_stats = not disable_log_stats
@@ -170,7 +176,7 @@ class LLM:
         if max_model_len is not None:
             check_integer("max_model_len", max_model_len, 2, limit)
         defaults = self.checkpoint.generation if generation_config == "auto" else {}
-        self._defaults = defaults | dict(override_generation_config or {})
+        self._defaults = defaults | override
         if skip_tokenizer_init:
             self.tokenizer: Tokenizer = NoTokenizer()
         elif isinstance(tokenizer, Tokenizer):

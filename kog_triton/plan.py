@@ -311,8 +311,7 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--backend",
         choices=("cuda", "hip", "triton"),
-        default="cuda",
-        help="whose plan (default: cuda)",
+        help="whose plan (default: cuda; of an AMD GPU's blocks, rows dealt out evenly)",
     )
     args = parser.parse_args(argv)
     gpu = find_gpu(args.device)
@@ -326,6 +325,10 @@ def _body(argv: Sequence[str] | None) -> int:
         console.write_table(tiles_table(schedule, tiles, gpu, name))
         console.write_line(tiles_summary(schedule, tiles, gpu))
         return 0
+    if args.backend == "cuda" and gpu.vendor != "nvidia":
+        raise DeviceError(
+            f"the cuda backend is for NVIDIA GPUs, and {gpu.name} is not: --backend hip, or triton"
+        )
     partition = plan_hip(schedule, gpu) if args.backend == "hip" else plan(schedule, gpu)
     console.write_table(plan_table(partition, gpu, name))
     console.write_line(summary(partition, gpu))

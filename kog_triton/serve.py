@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_triton.cli.arguments import Parser, not_negative, positive, share
+from kog_triton.cli.arguments import Parser, above_zero, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.foreign_flags import foreign_flag, of_servers
 from kog_triton.cli.stderr_log import STDERR_LOG
@@ -100,7 +100,7 @@ def build_parser() -> Parser:
         help="of silence in a stream, after which a comment is sent; 0 for none (default: 15)",
     )  # fmt: skip
     limits.add_argument(
-        "--engine-timeout", type=not_negative, metavar="S",
+        "--engine-timeout", type=above_zero, metavar="S",
         help="without a sign of the engine (default: 5 on a GPU, 60 on a CPU)",
     )  # fmt: skip
     limits.add_argument(

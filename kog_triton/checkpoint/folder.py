@@ -35,7 +35,7 @@ from kog_triton.json_file import read_json
 from kog_triton.model.config import Config
 from kog_triton.model.families import read_spec, sources
 from kog_triton.model.family import HARMLESS_SUFFIXES, Source
-from kog_triton.model.generation import read_generation
+from kog_triton.model.generation import read_generation, unread
 from kog_triton.model.spec import DType, ModelSpec
 from kog_triton.model.weight_format import WeightFormat
 
@@ -98,9 +98,11 @@ class Checkpoint:
         ends = {name: config.get(name) for name in ("eos_token_id", "bos_token_id")}
         says = read_generation(ends, spec.vocab_size, str(file))
         generation: dict[str, Any] = {}
+        ignored: tuple[str, ...] = ()
         if (folder / "generation_config.json").exists():
             file = folder / "generation_config.json"
-            generation = read_generation(read_json(file), spec.vocab_size, str(file))
+            said = read_json(file)
+            generation, ignored = read_generation(said, spec.vocab_size, str(file)), unread(said)
         files = TensorFiles(folder)
         weights = _match(spec, files, folder, sources(spec), scheme)
         if Config(config).dtype() is None and weights["embed"].found is None:
@@ -115,7 +117,7 @@ class Checkpoint:
             bos_token_id=generation.get("bos_token_id", says.get("bos_token_id")),
             _files=files,
             _weights=weights,
-            notes=scheme.notes if scheme else (),
+            notes=(scheme.notes if scheme else ()) + ignored,
         )
 
     @classmethod

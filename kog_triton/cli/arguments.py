@@ -48,6 +48,13 @@ def not_negative(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """A `type` of argparse: a finite number above 0."""
+    if (value := not_negative(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def share(text: str) -> float:
     """A `type` of argparse: a number above 0 and at most 1."""
     value = not_negative(text)

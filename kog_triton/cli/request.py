@@ -58,8 +58,7 @@ def _text(what: str, raw: bytes) -> str:
 
 def read_json_flag(flag: str, said: str, kind: type) -> Any:
     """JSON given as its text or as a file's name; RequestError if it is not of this kind."""
-    begins = "{" if kind is dict else "["
-    text = said if said.lstrip().startswith(begins) else read_file(flag, said, Path(said))
+    text = said if said.lstrip().startswith(("{", "[")) else read_file(flag, said, Path(said))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -109,6 +108,9 @@ def conversation(args: argparse.Namespace) -> dict[str, Any]:
     how: dict[str, Any] = {}
     if args.tools is not None:
         how["tools"] = read_json_flag("--tools", args.tools, list)
+        for i, tool in enumerate(how["tools"]):
+            if not isinstance(tool, dict):
+                raise RequestError(f"--tools: entry {i} is {shown(tool)}: it must be an object")
     if args.chat_template_kwargs is not None:
         how["chat_template_kwargs"] = read_json_flag(
             "--chat-template-kwargs", args.chat_template_kwargs, dict
@@ -131,10 +133,16 @@ def check_request(
     if found is None:
         return None
     tokenizer, context = found
+    if how.get("tools") and not _knows_tools(tokenizer, template):
+        raise RequestError(
+            "the chat template knows no tools: leave out --tools, or give --chat-template one that does"
+        )
     if args.interactive:
         has_template = tokenizer.has_chat_template or template is not None
         if not has_template and (args.system is not None or how):
-            flag = "--system" if args.system is not None else "--tools"
+            flag = (
+                "--system" if args.system is not None else f"--{next(iter(how)).replace('_', '-')}"
+            )
             raise RequestError(f"{flag} needs a chat template, and this model has none")
         return tokenizer
     assert text is not None, "a prompt was given"
@@ -154,6 +162,11 @@ def check_request(
             "shorten the prompt to leave room for an answer"
         )
     return tokenizer
+
+
+def _knows_tools(tokenizer: Tokenizer, template: str | None) -> bool:
+    texts = tokenizer.chat_templates.values() if template is None else [template]
+    return not texts or any("tools" in text for text in texts)  # without any, its own error tells
 
 
 def _tokenizer_and_context(args: argparse.Namespace) -> tuple[Tokenizer, int | None] | None:

@@ -11,6 +11,29 @@ from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
 
 _MAX_COUNT = 1 << 31
+# What is read, and what would change an answer and is not, by the value that changes nothing.
+READ = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("max_new_tokens", "eos_token_id", "bos_token_id"),
+)
+_UNREAD: dict[str, float | None] = {
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+}
 
 
 def read_generation(values: Mapping[str, Any], vocab_size: int, file: str) -> dict[str, Any]:
@@ -39,6 +62,15 @@ def read_generation(values: Mapping[str, Any], vocab_size: int, file: str) -> di
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def unread(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line for each field that would change an answer elsewhere and does not here."""
+    return tuple(
+        f"generation_config.json: {name} {values[name]!r:.40} is ignored: it is not supported"
+        for name, neutral in _UNREAD.items()
+        if values.get(name) not in (None, neutral, [])
+    )
 
 
 def read_eos(config: Config, vocab_size: int) -> tuple[int, ...] | None:

@@ -136,6 +136,6 @@ def with_format(spec: ModelSpec, how: WeightFormat) -> ModelSpec:
         if not pattern.endswith("_proj"):
             continue
         if reason := how.undivided(shape[-1]):
-            raise ModelError(f"{pattern}: {reason}")
+            raise ModelError(f"{pattern.format(0)}: {reason}: choose another format")
         names += [(pattern.format(layer), how) for layer in range(spec.num_layers)]
     return spec.replace(narrow=tuple(names))

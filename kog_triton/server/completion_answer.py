@@ -8,7 +8,14 @@ from typing import Any
 
 from kog_triton.outputs import Logprob, RequestOutput
 from kog_triton.server.answering import Events, sse
-from kog_triton.server.figures import completion_logprobs, progress, timings, usage
+from kog_triton.server.figures import (
+    Offsets,
+    completion_logprobs,
+    progress,
+    timings,
+    token_name,
+    usage,
+)
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job, News
@@ -19,7 +26,7 @@ class Sample:
     """What was told of one sample."""
 
     text: list[str] = field(default_factory=list)
-    length: int = 0  # characters that were told, for the next token's offset
+    offsets: Offsets | None = None  # of its tokens
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     output: RequestOutput | None = None
 
@@ -45,7 +52,7 @@ class CompletionAnswer:
         self._samples: defaultdict[int, Sample] = defaultdict(Sample)
         self._events = Events(self._head())
         self._n = jobs[0].params.n
-        self._echoed: dict[int, list[str]] = {}
+        self._echoed: dict[int, tuple[list[str], list[int]]] = {}
 
     # ---- a stream ----
 
@@ -63,9 +70,8 @@ class CompletionAnswer:
         told = self._prompt(one.index) + text if first and self._echo else text
         if not told and sample.output is None:
             return b""  # and its log-probabilities come with the text that they are of
-        logprobs = self._logprobs(sample, sample.logprobs) if self._asked and self._made else None
+        logprobs = self._logprobs(one.index) if self._asked and self._made else None
         sample.logprobs = []
-        sample.length += len(text)
         choice: dict[str, Any] = {
             "index": one.index,
             "text": told,
@@ -124,29 +130,47 @@ class CompletionAnswer:
         return {
             "index": index,
             "text": prompt + text,
-            "logprobs": self._logprobs(sample, sample.logprobs, index) if self._asked else None,
+            "logprobs": self._logprobs(index) if self._asked else None,
             "finish_reason": sample.output.outputs[0].finish_reason if self._made else "length",
         }
 
-    def _logprobs(
-        self, sample: Sample, made: list[dict[int, Logprob]], echoed: int | None = None
-    ) -> dict[str, Any]:
-        """Of what was made; `echoed`: behind those of that sample's prompt."""
-        tokens: list[dict[int, Logprob] | None] = list(made) if self._made else []
-        texts = [next(iter(t.values())).decoded_token or "" for t in tokens if t is not None]
-        if echoed is not None and self._echo:
+    def _logprobs(self, index: int) -> dict[str, Any]:
+        """Of what was made of a sample since the last look, behind those of an echoed prompt."""
+        sample, tokenizer = self._samples[index], self._model.tokenizer
+
+        def name(token: int, text: str) -> str:
+            return token_name(tokenizer, token, text)
+
+        tokens: list[dict[int, Logprob] | None] = list(sample.logprobs) if self._made else []
+        made = [(token, t[token].decoded_token or "") for t in tokens if t for token in list(t)[:1]]
+        names = [name(*one) for one in made]
+        offsets: list[int] = []
+        if self._echo:
             # the engine scores a prompt for its first sample alone
-            scored = self._samples[echoed - echoed % self._n].output
+            scored = self._samples[index - index % self._n].output
             assert scored is not None, "all samples have ended"
             prompt, ids = scored.prompt_logprobs or [], scored.prompt_token_ids
             tokens = [*prompt, *tokens]
-            texts = self._pieces(echoed // self._n, ids) + texts
-        return completion_logprobs(tokens, texts, sample.length)
+            of_prompt, offsets = self._echoed_tokens(index // self._n, ids)
+            names = of_prompt + names
+        if sample.offsets is None:
+            skips = self._jobs[index // self._n].params.skip_special_tokens
+            begin = len(self._prompt(index)) if self._echo else 0
+            sample.offsets = Offsets(tokenizer, skips, begin)
+        offsets = offsets + [sample.offsets.next(token) for token, _ in made]
+        return completion_logprobs(tokens, names, offsets, name)
 
-    def _pieces(self, job: int, ids: Sequence[int]) -> list[str]:
-        """Of a prompt's ids, made once for all of its samples."""
+    def _echoed_tokens(self, job: int, ids: Sequence[int]) -> tuple[list[str], list[int]]:
+        """Names of a prompt's tokens, and where they begin in its text; made once for all of its samples."""
         if job not in self._echoed:
-            self._echoed[job] = [self._model.piece(token) for token in ids]
+            tokenizer, prompt = self._model.tokenizer, self._prompt(job * self._n)
+            text = Offsets(tokenizer, True)
+            begins = [text.next(token) for token in ids]
+            more = text.end - len(
+                prompt
+            )  # a space that some put ahead of a text, which is not told
+            names = [token_name(tokenizer, token, self._model.piece(token)) for token in ids]
+            self._echoed[job] = names, [max(0, begin - more) for begin in begins]
         return self._echoed[job]
 
     def _prompt(self, index: int) -> str:

@@ -1,7 +1,8 @@
 """Figures beside an answer: usage as OpenAI counts it, timings as llama.cpp names them, log-probabilities."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kog_triton.outputs import Logprob, RequestOutput
@@ -93,28 +94,52 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+class Offsets:
+    """Where each token's text begins, in characters of a text that grows: tokens may hold parts of one, and those that
+    are skipped nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, skips_special: bool, begin: int = 0) -> None:
+        self._tokenizer, self._skips, self.end = tokenizer, skips_special, begin
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token: int) -> int:
+        begin = self.end
+        if self._tokenizer.decode([token], skip_special_tokens=self._skips):
+            self.end += len(self._decoder.decode(self._tokenizer.token_bytes(token) or b""))
+        return begin
+
+
+def token_name(tokenizer: Tokenizer, token: int, text: str) -> str:
+    """A token's text; of one that is part of a character its bytes, as OpenAI writes them."""
+    piece = tokenizer.token_bytes(token) if "\ufffd" in text else None
+    if piece is None or piece.decode(errors="replace") == piece.decode(errors="ignore"):
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
 def completion_logprobs(
-    tokens: Sequence[Mapping[int, Logprob] | None], texts: Sequence[str], offset: int
+    tokens: Sequence[Mapping[int, Logprob] | None],
+    names: Sequence[str],
+    offsets: Sequence[int],
+    name: Callable[[int, str], str],
 ) -> dict[str, Any]:
-    """`texts`: of each token, for the first of a prompt, of which nothing is known."""
+    """`names` and `offsets`: of each token, for the first of a prompt, of which nothing is known; `name`: of others."""
     found: dict[str, list[Any]] = {
-        "tokens": [],
+        "tokens": list(names),
         "token_logprobs": [],
         "top_logprobs": [],
-        "text_offset": [],
+        "text_offset": list(offsets),
     }
-    for candidates, text in zip(tokens, texts, strict=True):
-        found["tokens"].append(text)
-        found["text_offset"].append(offset)
-        offset += len(text)
+    for candidates in tokens:
         if candidates is None:
             found["token_logprobs"].append(None)
             found["top_logprobs"].append(None)
             continue
         found["token_logprobs"].append(finite(next(iter(candidates.values())).logprob))
-        best = {
-            c.decoded_token: finite(c.logprob) for c in candidates.values() if c.rank is not None
-        }
+        best: dict[str, float] = {}
+        for token, c in candidates.items():
+            if c.rank is not None:  # the token's own stands first, and keeps its name
+                best.setdefault(name(token, c.decoded_token or ""), finite(c.logprob))
         found["top_logprobs"].append(best)
     return found
 

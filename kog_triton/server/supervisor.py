@@ -257,7 +257,9 @@ class Supervisor:
     async def _watch(self) -> None:
         """End an engine that gives no sign; its end does the rest."""
         assert self.model is not None
-        limit = self._silent_s or (SILENT_CPU_S if self.model.gpu is None else SILENT_S)
+        limit = self._silent_s
+        if limit is None:
+            limit = SILENT_CPU_S if self.model.gpu is None else SILENT_S
         while True:
             await asyncio.sleep(WATCH_S)
             if self.state == "ready" and self.heartbeat_age_s > limit and self._process is not None:

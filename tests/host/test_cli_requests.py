@@ -55,7 +55,11 @@ def unopened(cli, monkeypatch):
         (["-p", "x", "--json", "/no/such/folder/x"], "no folder /no/such/folder"),
         (["-p", "x", "--chat", "--tools", "[{]"], "--tools: not JSON"),
         (["-p", "x", "--chat", "--tools", "gone.json"], "--tools gone.json: No such file"),
-        (["-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs [1]: No such"),
+        (["-p", "x", "--chat", "--tools", "[1]"], "--tools: entry 0 is 1: it must be an object"),
+        (["-p", "x", "--chat", "--tools", '{"a": 1}'], "--tools: {'a': 1} is no JSON list"),
+        (["-p", "x", "--chat", "--tools", '[{"a": 1}]', "--chat-template", "{{ messages }}"],
+         "the chat template knows no tools: leave out --tools"),
+        (["-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: [1] is no JSON object"),
         (["-p", "x", "--tools", "[]"], "--tools needs a conversation: --chat or --interactive"),
         (["-p", "x", "--logprobs", "2"], "--logprobs goes with --json"),
         (["-p", "x", "-p", "y"], "--prompt was given twice"),
@@ -81,7 +85,7 @@ def test_a_model_without_a_template_is_known_before_its_weights(unopened, tmp_pa
     (plain / "tokenizer_config.json").unlink()
     code, _, err = unopened("-p", "x", "--chat", model=plain)
     assert code == 2 and "the model has no chat template" in err
-    for flags in (["--system", "s"], ["--tools", "[]"]):
+    for flags in (["--system", "s"], ["--tools", "[]"], ["--chat-template-kwargs", '{"a": 1}']):
         code, _, err = unopened("--interactive", *flags, model=plain)
         assert code == 2 and f"{flags[0]} needs a chat template" in err
 

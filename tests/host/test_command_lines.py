@@ -195,6 +195,7 @@ def test_a_key_of_the_environment_stands_for_none_that_is_given(monkeypatch, tmp
         (["--gpu-memory-utilization", "0"], "argument --gpu-memory-utilization: 0 is not above 0 and at most 1"),
         (["--gpu-memory-utilization", "1.01"], "argument --gpu-memory-utilization: 1.01 is not above 0 and at most 1"),
         (["--engine-timeout", "-1"], "argument --engine-timeout: -1 is no number from 0 on"),
+        (["--engine-timeout", "0"], "argument --engine-timeout: 0 is not above 0"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )  # fmt: skip

@@ -214,12 +214,12 @@ def test_an_error_is_one_line_and_an_exit_code(plan, argv, code, says):
     ("shape", "name", "stored", "pad", "cut"),
     [
         # parameters of the layers' matrices and of the head by hand; bits of a weight with its scales. The stream has a
-        # scale of 16 bits for 128 weights of a row, where FP8 blocks have one for 128 rows.
+        # scale of 32 bits for 64 weights of eight rows, of gate and up of four; FP8 blocks have one for 128 of 128.
         (
             "qwen3-8b",
             "fp8-block",
             (6_945_767_424 * (8 + 32 / 128**2), 622_329_856),
-            16 / 128 - 32 / 128**2,
+            (1 + 24_576 / 47_104) * 32 / (8 * 64) - 32 / 128**2,
             "ring of",
         ),
         ("qwen3-8b", "int4-g128", (6_945_767_424 * 4.125, 622_329_856), 0, "ring of"),
@@ -256,7 +256,7 @@ def test_bytes_of_a_narrow_checkpoint(plan, tmp_path):
 
 def test_a_format_that_does_not_divide_is_refused(plan):
     code, _, err = plan("--shape", "smollm2-360m", "--format", "int4-g128")
-    assert code == 3 and "layers.{}.q_proj: 960 columns do not divide into groups of 128" in err
+    assert code == 3 and "layers.0.q_proj: 960 columns do not divide into groups of 128" in err
 
 
 # ---- the Triton kernel's tiles ----

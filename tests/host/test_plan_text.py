@@ -46,6 +46,8 @@ def test_what_plan_does_not_take(words, said, capsys):
     [
         ("--shape llama-3.2-1b --backend hip", 4,
          "error: the hip backend is for AMD GPUs, and h200 is not: --device mi300x"),
+        ("--shape llama-3.2-1b --backend cuda --device mi300x", 4,
+         "error: the cuda backend is for NVIDIA GPUs, and mi300x is not: --backend hip, or triton"),
     ],
 )  # fmt: skip
 def test_what_has_no_hip_plan(words, code, said, capsys):

@@ -374,6 +374,26 @@ def test_sampling_defaults_of_the_checkpoint_can_be_left_out_or_changed(tmp_path
         open_llm(folder, generation_config="x")
     with pytest.raises(RequestError, match="top_k is -5"):
         open_llm(folder, override_generation_config={"top_k": -5})
+    with pytest.raises(RequestError, match=r"override_generation_config\.banana is not supported"):
+        open_llm(folder, override_generation_config={"banana": 1, "top_k": 3})
+
+
+def test_what_a_generation_config_asks_for_in_vain_is_said(tmp_path, caplog):
+    folder = make_checkpoint(tmp_path)
+    said = {
+        "num_beams": 4,
+        "no_repeat_ngram_size": 0,
+        "suppress_tokens": [7],
+        "bad_words_ids": None,
+    }
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | said))
+    open_llm(folder).close()
+    told = [m for m in caplog.messages if "is ignored" in m]
+    assert [m.partition("generation_config.json: ")[2] for m in told] == [
+        "num_beams 4 is ignored: it is not supported",
+        "suppress_tokens [7] is ignored: it is not supported",
+    ]
 
 
 def test_token_ids_alone_without_a_tokenizer(tmp_path):

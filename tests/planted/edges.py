@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "server/figures.py",
-        "offset += len(text)",
-        "offset += 1",
+        'self.end += len(self._decoder.decode(self._tokenizer.token_bytes(token) or b""))',
+        "self.end += 1",
         "server/test_by_value.py",
         "text_offset counts tokens",
     ),

@@ -89,7 +89,8 @@ def test_a_token_of_a_completion_tells_where_its_text_begins():
         {3: Logprob(-0.5, 1, "bcd")},
         {4: Logprob(-9e9, 7, "e"), 5: Logprob(-0.25, 1, "f")},
     ]
-    assert figures.completion_logprobs(tokens, ["a", "bcd", "e"], 10) == {
+    names, offsets = ["a", "bcd", "e"], [10, 11, 14]
+    assert figures.completion_logprobs(tokens, names, offsets, lambda _, text: text) == {
         "tokens": ["a", "bcd", "e"],
         "token_logprobs": [None, -0.5, -9e9],
         "top_logprobs": [None, {"bcd": -0.5}, {"e": -9e9, "f": -0.25}],
@@ -414,6 +415,14 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     assert told == [{"a": [1]}, {"arguments": "{bad"}, {}, {"b": 2}]
 
 
+def served(pieces, piece=None):
+    """A model whose tokens have these bytes."""
+    tokenizer = SimpleNamespace(
+        token_bytes=pieces.get, decode=lambda ids, skip_special_tokens: str(pieces[ids[0]])
+    )
+    return SimpleNamespace(name="m", tokenizer=tokenizer, piece=piece)
+
+
 def test_a_prompt_that_is_echoed_with_log_probabilities_is_decoded_once_for_all_samples():
     made = []
     scored = RequestOutput(
@@ -421,7 +430,7 @@ def test_a_prompt_that_is_echoed_with_log_probabilities_is_decoded_once_for_all_
         prompt_logprobs=[None, {6: Logprob(-0.5, 1, "b")}],
     )  # fmt: skip
     answer = CompletionAnswer(
-        "id", SimpleNamespace(name="m", piece=lambda token: made.append(token) or chr(92 + token)),
+        "id", served({5: b"a", 6: b"b"}, lambda token: made.append(token) or chr(92 + token)),
         [Job("ab", (5, 6), SamplingParams(n=3, max_tokens=1))],
         echo=True, made=False, logprobs=True, include_usage=False,
     )  # fmt: skip
@@ -492,14 +501,14 @@ def test_each_of_several_samples_echoes_its_own_prompt():
 def test_log_probabilities_of_a_token_without_text_come_with_the_text_behind_it():
     """Half a character, or what may yet be a stop string."""
     answer = CompletionAnswer(
-        "id", SimpleNamespace(name="m"), [Job("x", (1, 2), SamplingParams(max_tokens=2))],
+        "id", served({2: b"\xc3", 3: b"\xa9"}), [Job("x", (1, 2), SamplingParams(max_tokens=2))],
         echo=False, made=True, logprobs=True, include_usage=False,
     )  # fmt: skip
     half, whole = ([{i: Logprob(-0.5, 1, text)}] for i, text in ((2, "\ufffd"), (3, "é")))
     assert answer.event([News(0, Delta("", [2], half), 1)], 0.1) == b""
     event = answer.event([News(0, Delta("é", [3], whole), 2)], 0.2)
     told = json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]
-    assert told["tokens"] == ["\ufffd", "é"]
+    assert told["tokens"] == ["bytes:\\xc3", "é"] and told["text_offset"] == [0, 0]
 
 
 def test_slow_checks_of_grammars_keep_no_text_from_being_encoded(monkeypatch):

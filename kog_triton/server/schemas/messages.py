@@ -3,11 +3,11 @@
 import json
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody, content_of
-from kog_triton.server.schemas.sampling import Body, Many
+from kog_triton.server.schemas.sampling import SHAPING, Body, Many
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
 CHANGING = "x-anthropic-billing-header:"
@@ -35,14 +35,20 @@ class Conversation(Body):
             messages.append({"role": "system", "content": text})
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")
-        tools = [tool for tool in self.tools or () if "input_schema" in tool]
+        tools = [_tool(tool, i) for i, tool in enumerate(self.tools or ()) if _is_function(tool)]
         thinks = (self.thinking or {}).get("type")
+        if thinks not in (None, "enabled", "disabled", "adaptive"):
+            raise Problem(
+                400,
+                f"thinking.type is {str(thinks)[:40]}: it must be enabled, disabled or adaptive",
+                param="thinking",
+            )
         kwargs = {"enable_thinking": thinks != "disabled"} if thinks is not None else None
         return {
             "model": self.model,
             "messages": messages,
-            "tools": [_tool(tool) for tool in tools] or None,
-            "tool_choice": self._tool_choice() if tools else None,
+            "tools": tools or None,
+            "tool_choice": self._tool_choice(),
             "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "chat_template_kwargs": kwargs,
         }
@@ -54,7 +60,9 @@ class Conversation(Body):
             return {"type": "function", "function": {"name": choice.get("name")}}
         if kind not in ("auto", "any", "none"):
             raise Problem(
-                400, f"tool_choice.type is {str(kind)[:40]}: it must be auto, any, tool or none"
+                400,
+                f"tool_choice.type is {str(kind)[:40]}: it must be auto, any, tool or none",
+                param="tool_choice",
             )
         return "required" if kind == "any" else kind
 
@@ -69,6 +77,13 @@ class MessagesBody(Conversation):
     cache_salt: str | None = Field(default=None, max_length=256)
     stream_interval: int | None = Field(default=None, ge=0, le=1 << 16)
     stream_interval_ms: float | None = Field(default=None, ge=0, le=10000)
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # its older place
+
+    @model_validator(mode="after")
+    def _check_known(self) -> "MessagesBody":
+        self.refuse(SHAPING)
+        return self
 
     def chat(self) -> ChatBody:
         """The same as a chat request; agents ask for more tokens than there is room, which are cut to it."""
@@ -81,7 +96,22 @@ class MessagesBody(Conversation):
             "stream_interval_ms",
         )
         fields = self.chat_fields() | {name: getattr(self, name) for name in (*same, "max_tokens")}
-        return ChatBody.model_validate(fields | {"stop": self.stop_sequences})
+        fields |= {"stop": self.stop_sequences, "response_format": self._format()}
+        return ChatBody.model_validate(fields)
+
+    def _format(self) -> dict[str, Any] | None:
+        """What shapes the answer, as a chat request says it."""
+        form = (self.output_config or {}).get("format") or self.output_format
+        if form is None:
+            return None
+        schema = form.get("schema") if isinstance(form, dict) else None
+        if not isinstance(schema, dict) or form.get("type") != "json_schema":
+            raise Problem(
+                400,
+                "output_config.format must be of type json_schema, with an object as its schema",
+                param="output_config",
+            )
+        return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _system(system: str | list[dict[str, Any]]) -> str:
@@ -138,8 +168,15 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
     return [*results, told_message]
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+def _is_function(tool: dict[str, Any]) -> bool:
+    """Kinds that Anthropic's own servers run are for others, and left out."""
+    return tool.get("type") in (None, "custom")
+
+
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    if "input_schema" not in tool:
+        raise Problem(400, f"tools[{index}] has no input_schema", param="tools")
+    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     if tool.get("description"):
         function["description"] = tool["description"]
     return {"type": "function", "function": function}

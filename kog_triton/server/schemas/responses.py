@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody, content_of
-from kog_triton.server.schemas.sampling import MAX_LOGPROBS, Body, Many
+from kog_triton.server.schemas.sampling import MAX_LOGPROBS, SHAPING, Body, Many
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -16,14 +16,22 @@ class Reasoning(Body):
     summary: str | None = None
 
 
-class TextFormat(Body):
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
+    description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class Text(Body):
     format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = None  # bytes that hide an event's length: none are sent
 
 
 class ResponsesBody(Body):
@@ -43,21 +51,26 @@ class ResponsesBody(Body):
     text: Text | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
     include: Many[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
-    max_tool_calls: int | None = None
+    prompt: Any = None
     cache_salt: str | None = Field(default=None, max_length=256)
     stream_interval: int | None = Field(default=None, ge=0, le=1 << 16)
     stream_interval_ms: float | None = Field(default=None, ge=0, le=10000)
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _check_known(self) -> "ResponsesBody":
+        self.refuse(SHAPING)
+        return self
+
     def chat(self) -> ChatBody:
         """The same as a chat request; Problem 400 for what is not supported."""
-        for name in ("previous_response_id", "conversation", "background"):
+        for name in ("previous_response_id", "conversation", "background", "prompt"):
             if getattr(self, name):
                 raise Problem(
                     400,
@@ -115,9 +128,11 @@ class ResponsesBody(Body):
             return None
         if form.type == "json_object":
             return {"type": "json_object"}
+        if form.schema_ is None:
+            raise Problem(400, "text.format.schema is missing", param="text")
         return {
             "type": "json_schema",
-            "json_schema": {"name": form.name, "schema": form.schema_ or {}},
+            "json_schema": {"name": form.name, "schema": form.schema_},
         }
 
 

@@ -4,6 +4,7 @@ Ranges are SamplingParams' to check; here are types, and the bounds that a serve
 """
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -67,9 +68,22 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        return sorted(name[:40] for name in self.model_extra or {} if name not in WITHOUT_EFFECT)[
-            :20
-        ]
+        return sorted(self._unknown())[:20]
+
+    def _unknown(self) -> list[str]:
+        """Names of fields that nobody reads, of objects inside by way of theirs."""
+        found = [name[:40] for name in self.model_extra or {} if name not in WITHOUT_EFFECT]
+        for name in type(self).model_fields:
+            if isinstance(inside := getattr(self, name), Body):
+                found += [f"{name}.{unknown}" for unknown in inside._unknown()]
+        return found
+
+    def refuse(self, names: Collection[str]) -> None:
+        """Problem 400 if one of the fields that are not known has such a name: it would change the answer."""
+        for name in sorted(set(names) & set(self.model_extra or ())):
+            if (self.model_extra or {})[name] is not None:
+                instead = "use structured_outputs" if name in SHAPES else "leave it out"
+                raise Problem(400, f"{name} is not supported: {instead}", param=name)
 
 
 class StreamOptions(Body):
@@ -99,13 +113,18 @@ class StructuredOutputsBody(BaseModel):
         )
 
 
-class JsonSchema(Body):
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
     name: str = ""
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -113,11 +132,11 @@ class ResponseFormat(Body):
         if self.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if self.type == "json_schema":
-            if self.json_schema is None:
-                raise Problem(
-                    400, "response_format.json_schema is missing", param="response_format"
-                )
-            return StructuredOutputsParams(json=as_text(self.json_schema.schema_))
+            given = self.json_schema
+            if given is None or given.schema_ is None:
+                lacking = "json_schema" if given is None else "json_schema.schema"
+                raise Problem(400, f"response_format.{lacking} is missing", param="response_format")
+            return StructuredOutputsParams(json=as_text(given.schema_))
         return None
 
 
@@ -154,10 +173,7 @@ class SamplingBody(Body):
 
     @model_validator(mode="after")
     def _check_known(self) -> "SamplingBody":
-        for name in sorted(REFUSED & set(self.model_extra or ())):
-            if (self.model_extra or {})[name] is not None:
-                instead = "use structured_outputs" if name in SHAPES else "leave it out"
-                raise Problem(400, f"{name} is not supported: {instead}", param=name)
+        self.refuse(REFUSED)
         return self
 
     def given(self) -> dict[str, Any]:
@@ -189,3 +205,9 @@ class SamplingBody(Body):
         if self.stream_interval is None and self.stream_interval_ms is not None:
             tokens = None
         return Interval(seconds, tokens)
+
+
+# What shapes an answer of the first endpoints, of bodies of others, which do not read it.
+SHAPING = REFUSED | (
+    set(SamplingBody.model_fields) - {"model", "n", "max_tokens", "stream_options"}
+)
