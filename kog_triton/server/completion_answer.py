@@ -166,9 +166,7 @@ class CompletionAnswer:
             tokenizer, prompt = self._model.tokenizer, self._prompt(job * self._n)
             text = Offsets(tokenizer, True)
             begins = [text.next(token) for token in ids]
-            more = text.end - len(
-                prompt
-            )  # a space that some put ahead of a text, which is not told
+            more = text.end - len(prompt)  # a space ahead of it, which is not told
             names = [token_name(tokenizer, token, self._model.piece(token)) for token in ids]
             self._echoed[job] = names, [max(0, begin - more) for begin in begins]
         return self._echoed[job]

@@ -99,12 +99,13 @@ class Offsets:
     are skipped nothing."""
 
     def __init__(self, tokenizer: Tokenizer, skips_special: bool, begin: int = 0) -> None:
-        self._tokenizer, self._skips, self.end = tokenizer, skips_special, begin
+        self._tokenizer, self.end = tokenizer, begin
+        self._skipped = tokenizer.special_ids if skips_special else frozenset()
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def next(self, token: int) -> int:
         begin = self.end
-        if self._tokenizer.decode([token], skip_special_tokens=self._skips):
+        if token not in self._skipped:
             self.end += len(self._decoder.decode(self._tokenizer.token_bytes(token) or b""))
         return begin
 

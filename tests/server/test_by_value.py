@@ -417,9 +417,7 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
 
 def served(pieces, piece=None):
     """A model whose tokens have these bytes."""
-    tokenizer = SimpleNamespace(
-        token_bytes=pieces.get, decode=lambda ids, skip_special_tokens: str(pieces[ids[0]])
-    )
+    tokenizer = SimpleNamespace(token_bytes=pieces.get, special_ids=frozenset())
     return SimpleNamespace(name="m", tokenizer=tokenizer, piece=piece)
 
 

@@ -82,7 +82,7 @@ class MessagesBody(Conversation):
 
     @model_validator(mode="after")
     def _check_known(self) -> "MessagesBody":
-        self.refuse(SHAPING)
+        self.refuse(SHAPING, "output_config")
         return self
 
     def chat(self) -> ChatBody:

@@ -65,7 +65,7 @@ class ResponsesBody(Body):
 
     @model_validator(mode="after")
     def _check_known(self) -> "ResponsesBody":
-        self.refuse(SHAPING)
+        self.refuse(SHAPING, "text.format")
         return self
 
     def chat(self) -> ChatBody:

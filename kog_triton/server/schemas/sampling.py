@@ -29,7 +29,7 @@ WITHOUT_EFFECT = frozenset(
 SHAPES = frozenset(
     {
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("grammar", "json_schema"),
+        *("grammar", "json_schema", "response_format", "structured_outputs"),
     }
 )
 REFUSED = SHAPES | frozenset(
@@ -78,11 +78,12 @@ class Body(BaseModel):
                 found += [f"{name}.{unknown}" for unknown in inside._unknown()]
         return found
 
-    def refuse(self, names: Collection[str]) -> None:
-        """Problem 400 if one of the fields that are not known has such a name: it would change the answer."""
+    def refuse(self, names: Collection[str], shape: str) -> None:
+        """Problem 400 if one of the fields that are not known has such a name: it would change the answer. `shape`: the
+        field that says the answer's."""
         for name in sorted(set(names) & set(self.model_extra or ())):
             if (self.model_extra or {})[name] is not None:
-                instead = "use structured_outputs" if name in SHAPES else "leave it out"
+                instead = f"use {shape}" if name in SHAPES else "leave it out"
                 raise Problem(400, f"{name} is not supported: {instead}", param=name)
 
 
@@ -173,7 +174,7 @@ class SamplingBody(Body):
 
     @model_validator(mode="after")
     def _check_known(self) -> "SamplingBody":
-        self.refuse(REFUSED)
+        self.refuse(REFUSED, "structured_outputs")
         return self
 
     def given(self) -> dict[str, Any]:
