@@ -188,7 +188,7 @@ FAULTS = (
     ),
     Fault(
         "server/completion_answer.py",
-        "self._samples[echoed - echoed % self._n].output",
+        "self._samples[index - index % self._n].output",
         "sample.output",
         "server/test_clients.py",
         "the second sample of a prompt has no scores to echo",
