@@ -219,6 +219,7 @@ ARGUED_OF = {
         "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
     },
     "columns": OF_COLUMNS | {
+        "no barrier in run_layer > attend > attention > walk_shared > finish_split > sync_consumers": OF_WAVES,
         f"no barrier in {MERGE}": OF_WAVES,
         f"no wait for lgkmcnt in {MERGE}": OF_WAVES,
         f"a wait for lgkmcnt but one in {MERGE}": OF_WAVES,
