@@ -311,7 +311,7 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--backend",
         choices=("cuda", "hip", "triton"),
-        help="whose plan (default: cuda; of an AMD GPU's blocks, rows dealt out evenly)",
+        help="whose plan (default: cuda's; for an AMD GPU rows dealt out evenly to its blocks)",
     )
     args = parser.parse_args(argv)
     gpu = find_gpu(args.device)

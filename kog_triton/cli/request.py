@@ -16,6 +16,7 @@ from kog_triton.model.families import read_spec
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.structured import StructuredOutputsParams
 from kog_triton.text import Tokenizer
+from kog_triton.text.chat import knows_tools
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
 from kog_triton.text.grammar import check_constraint
 
@@ -133,7 +134,8 @@ def check_request(
     if found is None:
         return None
     tokenizer, context = found
-    if how.get("tools") and not _knows_tools(tokenizer, template):
+    templates = tokenizer.chat_templates.values() if template is None else [template]
+    if how.get("tools") and templates and not knows_tools(templates):
         raise RequestError(
             "the chat template knows no tools: leave out --tools, or give --chat-template one that does"
         )
@@ -162,11 +164,6 @@ def check_request(
             "shorten the prompt to leave room for an answer"
         )
     return tokenizer
-
-
-def _knows_tools(tokenizer: Tokenizer, template: str | None) -> bool:
-    texts = tokenizer.chat_templates.values() if template is None else [template]
-    return not texts or any("tools" in text for text in texts)  # without any, its own error tells
 
 
 def _tokenizer_and_context(args: argparse.Namespace) -> tuple[Tokenizer, int | None] | None:

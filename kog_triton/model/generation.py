@@ -11,11 +11,7 @@ from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
 
 _MAX_COUNT = 1 << 31
-# What is read, and what would change an answer and is not, by the value that changes nothing.
-READ = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-    *("max_new_tokens", "eos_token_id", "bos_token_id"),
-)
+# What would change an answer and is not read, by the value that changes nothing.
 _UNREAD: dict[str, float | None] = {
     "num_beams": 1,
     "no_repeat_ngram_size": 0,
@@ -42,26 +38,25 @@ def read_generation(values: Mapping[str, Any], vocab_size: int, file: str) -> di
     Absent and null fields are left out. Keys: do_sample, temperature, top_k, top_p, min_p,
     repetition_penalty, max_new_tokens, eos_token_id (a tuple), bos_token_id.
     """
-    config = Config(values)
     try:
-        found = {
-            "do_sample": config.boolean("do_sample", default=None),
-            "temperature": config.number("temperature", low=0, high=100, default=None),
-            "top_k": config.integer("top_k", low=0, high=_MAX_COUNT, default=None),
-            "top_p": config.number("top_p", low=0, high=1, default=None),
-            "min_p": config.number("min_p", low=0, high=1, default=None),
-            "repetition_penalty": config.number(
-                "repetition_penalty", low=1e-3, high=100, default=None
-            ),
-            "max_new_tokens": config.integer("max_new_tokens", high=_MAX_COUNT, default=None),
-            "eos_token_id": read_eos(config, vocab_size),
-            "bos_token_id": config.integer(
-                "bos_token_id", low=0, high=vocab_size - 1, default=None
-            ),
-        }
+        found = _fields(Config(values), vocab_size)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _fields(config: Config, vocab_size: int) -> dict[str, Any]:
+    return {
+        "do_sample": config.boolean("do_sample", default=None),
+        "temperature": config.number("temperature", low=0, high=100, default=None),
+        "top_k": config.integer("top_k", low=0, high=_MAX_COUNT, default=None),
+        "top_p": config.number("top_p", low=0, high=1, default=None),
+        "min_p": config.number("min_p", low=0, high=1, default=None),
+        "repetition_penalty": config.number("repetition_penalty", low=1e-3, high=100, default=None),
+        "max_new_tokens": config.integer("max_new_tokens", high=_MAX_COUNT, default=None),
+        "eos_token_id": read_eos(config, vocab_size),
+        "bos_token_id": config.integer("bos_token_id", low=0, high=vocab_size - 1, default=None),
+    }
 
 
 def unread(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -80,3 +75,6 @@ def read_eos(config: Config, vocab_size: int) -> tuple[int, ...] | None:
         return tuple(dict.fromkeys(ids))
     one = config.integer("eos_token_id", low=0, high=vocab_size - 1, default=None)
     return None if one is None else (one,)
+
+
+READ = tuple(_fields(Config({}), 1))  # names of what is read

@@ -30,7 +30,7 @@ FRAGMENT_ROWS = 8
 STEP_VALUES = 32  # of K, that one product of whole numbers takes
 # A warp's scales of a fragment take 4 bytes or a multiple of 8: loads of two rows are aligned then
 # (include/kog/narrow.h), and those of four warps a whole copy of prompts (include/kog/prompt/pieces.h).
-RECORD_BYTES = (4, 8)
+SMALL_RECORD, RECORD_MULTIPLE = 4, 8
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class StreamWeights:
 
     format: WeightFormat | None  # None: 16 bits a weight
     frag_k: int
-    distinct_rows: int = FRAGMENT_ROWS  # of a fragment, whose scales differ: the first ones
+    distinct_rows: int = (
+        FRAGMENT_ROWS  # of a fragment, whose scales are stored: all 8, the first 2, or 1
+    )
 
     def __post_init__(self) -> None:
         assert self.distinct_rows in (1, 2, FRAGMENT_ROWS), self.distinct_rows
@@ -90,7 +92,7 @@ class StreamWeights:
     def record_bytes(self) -> int:
         """Beside the codes of one warp's fragment."""
         used = self.scale_rows * self.granules * (self.scale_bytes + self.offset_bytes)
-        multiple = RECORD_BYTES[used > RECORD_BYTES[0]]
+        multiple = SMALL_RECORD if used <= SMALL_RECORD else RECORD_MULTIPLE
         return -(-used // multiple) * multiple
 
     @property

@@ -141,9 +141,10 @@ class CompletionAnswer:
         def name(token: int, text: str) -> str:
             return token_name(tokenizer, token, text)
 
-        tokens: list[dict[int, Logprob] | None] = list(sample.logprobs) if self._made else []
-        made = [(token, t[token].decoded_token or "") for t in tokens if t for token in list(t)[:1]]
-        names = [name(*one) for one in made]
+        made = sample.logprobs if self._made else []
+        chosen = [next(iter(candidates.items())) for candidates in made]
+        tokens: list[dict[int, Logprob] | None] = [*made]
+        names = [name(token, found.decoded_token or "") for token, found in chosen]
         offsets: list[int] = []
         if self._echo:
             # the engine scores a prompt for its first sample alone
@@ -157,7 +158,7 @@ class CompletionAnswer:
             skips = self._jobs[index // self._n].params.skip_special_tokens
             begin = len(self._prompt(index)) if self._echo else 0
             sample.offsets = Offsets(tokenizer, skips, begin)
-        offsets = offsets + [sample.offsets.next(token) for token, _ in made]
+        offsets = offsets + [sample.offsets.next(token) for token, _ in chosen]
         return completion_logprobs(tokens, names, offsets, name)
 
     def _echoed_tokens(self, job: int, ids: Sequence[int]) -> tuple[list[str], list[int]]:

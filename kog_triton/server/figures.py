@@ -95,8 +95,8 @@ def chat_logprobs(
 
 
 class Offsets:
-    """Where each token's text begins, in characters of a text that grows: tokens may hold parts of one, and those that
-    are skipped nothing."""
+    """Where each token's text begins, in characters of a text that grows: a token may hold a part of a character, and
+    a special one that the text leaves out holds none."""
 
     def __init__(self, tokenizer: Tokenizer, skips_special: bool, begin: int = 0) -> None:
         self._tokenizer, self.end = tokenizer, begin
@@ -124,7 +124,8 @@ def completion_logprobs(
     offsets: Sequence[int],
     name: Callable[[int, str], str],
 ) -> dict[str, Any]:
-    """`names` and `offsets`: of each token, for the first of a prompt, of which nothing is known; `name`: of others."""
+    """`tokens`: the candidates in each token's place, the token first; None for a prompt's first one. `names` and
+    `offsets` are the tokens'; `name` names a candidate by its id and text."""
     found: dict[str, list[Any]] = {
         "tokens": list(names),
         "token_logprobs": [],

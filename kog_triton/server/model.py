@@ -12,6 +12,7 @@ from kog_triton.server.remote_claim import RemoteClaim
 from kog_triton.server.wire import Opened
 from kog_triton.text import Tokenizer
 from kog_triton.text.answer import find_tool_parser, thinks
+from kog_triton.text.chat import knows_tools
 from kog_triton.text.reasoning import CLOSE
 
 
@@ -43,7 +44,7 @@ class ServedModel:
     @property
     def knows_tools(self) -> bool:
         """Whether tools reach the prompt, or the operator says that they are called."""
-        return self.tool_parser is not None or "tools" in self._templates
+        return self.tool_parser is not None or knows_tools(self.tokenizer.chat_templates.values())
 
     @cached_property
     def reasons(self) -> bool:

@@ -4,7 +4,7 @@ A template is a program from whoever made the checkpoint, so it runs in a proces
 sandbox.py) on data rebuilt from plain JSON types. What it refuses is a one-line RequestError.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ def caller_template(text: str) -> str:
     if len(text) > MAX_TEMPLATE_CHARS:
         raise RequestError(f"chat_template is longer than {MAX_TEMPLATE_CHARS} characters")
     return text
+
+
+def knows_tools(templates: Iterable[str]) -> bool:
+    """Whether one of the templates shows tools to the model."""
+    return any("tools" in text for text in templates)
 
 
 def choose_template(templates: Mapping[str, str], name: str | None, has_tools: bool) -> str:

@@ -163,16 +163,9 @@ MULTIPLIED = [  # the case, and which of its kernels: of the smallest tiles and 
     *((case, 0) for case in BOTH_SIGNS),
 ]
 UNREAD = ("fp8 blocks, odd sizes", "fp8 channels", "int8 channels")  # by any of the kernels
-SHORT = (
-    "int4 ",
-    "mxfp4",
-    "16 bits",
-    "int8 zero points, then int4",
-)  # whose K of down_proj is in fewer parts than four
-HALVES = (
-    "odd sizes",
-    "units that end within ring slots",
-)  # whose K of the others is
+# Cases whose K is in fewer than four parts: that of down_proj; that of qkv_proj and gate_up_proj.
+SHORT = ("int4 ", "mxfp4", "16 bits", "int8 zero points, then int4")
+HALVES = ("odd sizes", "units that end within ring slots")
 
 
 def read_of(case):

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from kog_triton.demo import checkpoint_path
+from kog_triton.outputs import Logprob
 from kog_triton.server import figures
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody
@@ -134,8 +135,6 @@ def test_a_part_of_a_character_is_named_by_its_bytes(tokenizer):
 
 
 def test_a_token_keeps_its_own_figure_where_another_has_its_name():
-    from kog_triton.outputs import Logprob
-
     candidates = {3: Logprob(-2.0, 2, "x"), 4: Logprob(-1.0, 1, "x")}
     found = figures.completion_logprobs([candidates], ["x"], [0], lambda _, text: text)
     assert found["top_logprobs"] == [{"x": -2.0}]

@@ -169,7 +169,7 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
 
 
 def _is_function(tool: dict[str, Any]) -> bool:
-    """Kinds that Anthropic's own servers run are for others, and left out."""
+    """Anthropic's own kinds, whose arguments a request does not describe, are left out."""
     return tool.get("type") in (None, "custom")
 
 

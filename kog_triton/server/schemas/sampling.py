@@ -80,7 +80,7 @@ class Body(BaseModel):
 
     def refuse(self, names: Collection[str], shape: str) -> None:
         """Problem 400 if one of the fields that are not known has such a name: it would change the answer. `shape`: the
-        field that says the answer's."""
+        endpoint's own field for the shape of an answer."""
         for name in sorted(set(names) & set(self.model_extra or ())):
             if (self.model_extra or {})[name] is not None:
                 instead = f"use {shape}" if name in SHAPES else "leave it out"
@@ -208,7 +208,7 @@ class SamplingBody(Body):
         return Interval(seconds, tokens)
 
 
-# What shapes an answer of the first endpoints, of bodies of others, which do not read it.
+# Fields that shape an answer: bodies of endpoints that do not read them refuse them.
 SHAPING = REFUSED | (
     set(SamplingBody.model_fields) - {"model", "n", "max_tokens", "stream_options"}
 )

@@ -72,8 +72,8 @@ KOG_DEVICE void init_ring(Block& b) {
 
 // The producer's side: bulk copy `count` goes to slot count % kRingSlots. While the ring is full the
 // stream goes on into the L2, a little at a time: what it fetched there is quick to get later. Neither
-// goes on while a long span is walked: the memory is busy with keys and values then, and idle behind
-// them, while the splits are joined (benchmarks/cuda-log.md#held-ring).
+// ring nor L2 is filled while a long span is walked: the memory is busy with keys and values then, and
+// idle behind them, while the splits are joined (benchmarks/cuda-log.md#held-ring).
 struct Producer {
   static_assert(kCalmSlots <= kWindowSlots && kWindowSlots <= kRingSlots);  // `passed` goes back once
   u32 count = 0;

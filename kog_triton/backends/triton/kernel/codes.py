@@ -379,6 +379,6 @@ def sums_of_codes(
         unit = for_rows(xs[PACK], ROWS, AXIS).to(tl.float32, bitcast=True)
         if T.codes.zero_points:
             of_operands = for_rows(xs[PACK + 1], ROWS, AXIS).to(tl.float32, bitcast=True)
-            zeros = tl.broadcast_to(for_lines(tile[2], T, K, AXIS), total.shape)
-            total = tl.fma(-zeros, tl.broadcast_to(of_operands, total.shape), total)
+            points = tl.broadcast_to(for_lines(tile[2], T, K, AXIS), total.shape)
+            total = tl.fma(-points, tl.broadcast_to(of_operands, total.shape), total)
         return total, scale * unit

@@ -220,8 +220,8 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def rounded_product(a, b):
-    """a * b, of one shape. A product that is added to another may become one instruction with the sum, whichever of the
-    two the compiler picks: a kernel of one request and one of several then differ in their last bits."""
+    """a * b, of one shape, rounded. Of two products that are added the compiler may fuse either with the sum: a kernel
+    of one request and one of several would then differ in their last bits."""
     return tl.fma(a, b, tl.zeros_like(a))
 
 
@@ -261,7 +261,7 @@ def add_part(sums, rests, w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.cons
     parts = multiply(w, x, S, STAGE, K)
     part, total, rest = parts[0], sums[0], rests[0]
     if K > 0 and not narrow(S, STAGE, K) and len(parts) == 2:
-        total = tl.fma(part, parts[1], total)  # spelled out, as rounded_product
+        total = tl.fma(part, parts[1], total)  # fused by name: see rounded_product
     else:
         if len(parts) == 2:
             part = rounded_product(part, parts[1])
