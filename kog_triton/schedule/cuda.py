@@ -40,6 +40,7 @@ WARPS = 16  # consumer warps; one more warp fills the ring
 # Weight rows of one mma.m16n8k16; its 16 hold 2 or 4 parts of each row. Narrow weights take eight.
 FRAGMENT_ROWS = (MMA_ROWS, 4)
 SLOT_ALIGNMENT = 128  # of a ring slot, in memory and on chip
+OPERAND_ALIGNMENT = 16  # of what a thread loads at once
 # (frag_k, fragments a warp and ring slot): slots of 12 to 24 KB. Smaller ones leave bandwidth behind, larger
 # ones let blocks drift apart (prototype on four H200s: 24 KB 2,878 tokens/s, 12 KB 3,054), unless it is
 # they alone that end where units do (benchmarks/cuda-log.md#prototypes, benchmarks/cuda-log.md#chunks-24). Narrow ones
@@ -163,23 +164,25 @@ class CudaLowering(Partition):
         return 4 if is_wide(stage) and not self.weights[stage.name].integer else 2
 
     def operands_at(self, stage: Stage, columns: int = 1) -> int:
-        """Where a stage's activations begin: of whole numbers behind what belongs to their steps (include/kog/bytes.h).
+        """Where a stage's activations begin: of whole numbers behind their scales and sums (include/kog/bytes.h).
         What is staged for one of a layer's wide stages serves the other."""
         if not self.weights[stage.name].integer:
             return 0
-        return max(
-            self._staged_steps(s) * columns * self.weights[s.name].step_bytes
+        size = max(
+            self._staged_scales(s) * columns * self.weights[s.name].beside_bytes
             for s in self._staged_alike(stage)
         )
+        return -(-size // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
 
-    def step_sums_at(self, stage: Stage, columns: int = 1) -> int:
-        """Words of steps' scales, which lie before their sums."""
+    def whole_sums_at(self, stage: Stage, columns: int = 1) -> int:
+        """Words of scales of whole numbers, which lie before their sums."""
         if not self.weights[stage.name].integer:
             return 0
-        return max(self._staged_steps(s) for s in self._staged_alike(stage)) * columns
+        return max(self._staged_scales(s) for s in self._staged_alike(stage)) * columns
 
-    def _staged_steps(self, stage: Stage) -> int:
-        return self.padded_k(stage) // STEP_VALUES
+    def _staged_scales(self, stage: Stage) -> int:
+        """Of one token."""
+        return self.padded_k(stage) // (STEP_VALUES * self.weights[stage.name].shared_steps)
 
     def _staged_alike(self, stage: Stage) -> list[Stage]:
         """Stages that may take what is staged for one of whole numbers."""

@@ -12,26 +12,37 @@ from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import HERE, INCLUDE, header, layout_of
 from tests.lib.ring_walker import spec_of
 
-STEP = 32  # values of K that share a scale
-# Of a step's values together, over their length. bfloat16 has eight bits: rounding is off by 2^-8 at most.
-BOUND, BF16_BOUND = 2**-12.4, 2**-8
+# Values of K that share a scale: a step's or, of int4 with one scale a row, a fragment's.
+SHARED = (32, 128)
+STEP = SHARED[0]
+# Of such values together, over their length. bfloat16 has eight bits: rounding is off by 2^-8 at most.
+BOUNDS, BF16_BOUND = {32: 2**-12.4, 128: 2**-11.4}, 2**-8
 AS_BYTES = """
 #include GENERATED
 #include <kog/bytes.h>
-extern "C" void as_bytes(const float* x, int steps, float* scales, signed char* high, signed char* low, int* sums) {
+template <int N>
+void as_bytes(const float* x, int count, float* scales, signed char* high, signed char* low, int* sums) {
   using namespace kog;
-  for (; steps > 0; steps--, x += 32, high += 32, low += 32, scales++, sums++) {
-    float all[32];
-    for (int i = 0; i < 32; i++) all[i] = x[i];
-    StepScale scale(largest_of(all));
+  for (; count > 0; count--, x += N, high += N, low += N, scales++, sums++) {
+    float all[N];
+    for (int i = 0; i < N; i++) all[i] = x[i];
+    WholeScale scale(largest_of(all));
     *scales = scale.scale, *sums = 0;
-    for (int i = 0; i < 32; i += 4) {
+    for (int i = 0; i < N; i += 4) {
       FourBytes four({x[i], x[i + 1], x[i + 2], x[i + 3]}, scale.inverse);
       for (int j = 0; j < 4; j++) high[i + j] = four.high >> 8 * j, low[i + j] = four.low >> 8 * j;
       *sums += static_cast<int>(four.sum);
     }
-    if (*scales > 0 && StepScale::inverse_of(*scales) != scale.inverse) *sums = 1 << 30;
+    if (*scales > 0 && WholeScale::inverse_of(*scales) != scale.inverse) *sums = 1 << 30;
   }
+}
+extern "C" {
+void as_bytes_32(const float* x, int count, float* scales, signed char* high, signed char* low, int* sums) {
+  as_bytes<32>(x, count, scales, high, low, sums);
+}
+void as_bytes_128(const float* x, int count, float* scales, signed char* high, signed char* low, int* sums) {
+  as_bytes<128>(x, count, scales, high, low, sums);
+}
 }
 """
 
@@ -61,28 +72,32 @@ def compiled(include=INCLUDE):
 
 
 def as_bytes(x, library):
-    """Scales [steps], whole numbers [steps, 32] and their sums [steps] of float32 [steps, 32]."""
+    """Scales [n], whole numbers [n, 32 or 128] and their sums [n] of float32 [n, 32 or 128]."""
     x = np.ascontiguousarray(x, np.float32)
     scales, sums = np.zeros(len(x), np.float32), np.zeros(len(x), np.int32)
     high, low = np.zeros((2, *x.shape), np.int8)
-    library.as_bytes(*(a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a
-                       for a in (x, len(x), scales, high, low, sums)))  # fmt: skip
+    convert = getattr(library, f"as_bytes_{x.shape[1]}")
+    convert(*(a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a
+              for a in (x, len(x), scales, high, low, sums)))  # fmt: skip
     whole = 256 * high.astype(np.int64) + low
     return scales.astype(np.float64), whole, sums
 
 
-def cases():
+NAMES = ("normal", "outliers", "spread", "edges")
+
+
+def cases(shared):
     draw = np.random.default_rng(0)
-    normal = draw.standard_normal((4000, STEP))
+    normal = draw.standard_normal((4000, shared))
     outliers = normal * np.where(draw.random(normal.shape) < 0.02, 300, 1)
     spread = normal * np.exp2(draw.integers(-80, 80, (4000, 1)))
     # Of each exponent the largest, which rounds up, and just what surrounds the places where scales change.
-    edges = np.full((4 * 126, STEP), 1.0)
+    edges = np.full((4 * 126, shared), 1.0)
     tops = [2 - 2.0**-23, 2 - 2.0**-7, 2 - 2.0**-7 - 2.0**-8, 2 - 2.0**-7 + 2.0**-8]
     edges *= (np.exp2(np.arange(126.0))[:, None] * tops).reshape(-1, 1)
     edges[:, 1::2] *= -1
-    edges[:, 5:] *= draw.random((len(edges), STEP - 5))
-    return {"normal": normal, "outliers": outliers, "spread": spread, "edges": edges}
+    edges[:, 5:] *= draw.random((len(edges), shared - 5))
+    return dict(zip(NAMES, (normal, outliers, spread, edges), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +106,8 @@ def library():
 
 
 def worst(x, library):
-    """The largest error of a step over its length; AssertionError if it is not rounding to nearest."""
+    """The largest error of values that share a scale over their length; AssertionError if it is not rounding to
+    nearest."""
     x = x.astype(np.float32).astype(np.float64)
     scales, whole, sums = as_bytes(x, library)
     error = np.abs(scales[:, None] * whole - x)
@@ -100,20 +116,23 @@ def worst(x, library):
     return float((np.sqrt((error**2).sum(1)) / np.sqrt((x**2).sum(1))).max())
 
 
-@pytest.mark.parametrize("name", cases())
-def test_bytes_keep_more_than_bfloat16(name, library):
-    x = cases()[name]
-    assert worst(x, library) <= BOUND < BF16_BOUND / 16
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_keep_more_than_bfloat16(name, shared, library):
+    x = cases(shared)[name]
+    assert worst(x, library) <= BOUNDS[shared] < BF16_BOUND / 8
     rounded = torch.from_numpy(x.astype(np.float32)).bfloat16().double().numpy()
     off = np.sqrt(((rounded - x) ** 2).sum(1) / (x**2).sum(1))
     assert 2 * worst(x, library) < off.max() <= BF16_BOUND
 
 
-def test_the_bound_is_that_of_one_large_value(library):
-    """All others lie halfway between whole numbers: no step is further off."""
-    x = np.full((1, STEP), 0.5 * 2.0**-14)
+@pytest.mark.parametrize("shared", SHARED)
+def test_the_bound_is_that_of_one_large_value(shared, library):
+    """All others lie halfway between whole numbers: no values are further off."""
+    x = np.full((1, shared), 0.5 * 2.0**-14)
     x[0, 0] = 1
-    assert 0.9 * 2**-12.5 < worst(x, library) <= 2**-12.5
+    bound = BOUNDS[shared] * 2**-0.1
+    assert 0.9 * bound < worst(x, library) <= bound
 
 
 def test_zeros_are_zero_and_tiny_values_stay_finite(library):
@@ -149,5 +168,5 @@ PLANTED = {
 def test_a_planted_fault_is_seen(what, tmp_path):
     faulty = compiled(plant(tmp_path, ("bytes.h", *PLANTED[what])))
     with pytest.raises(AssertionError):
-        for x in cases().values():
-            assert worst(x, faulty) <= BOUND
+        for x in cases(STEP).values():
+            assert worst(x, faulty) <= BOUNDS[STEP]

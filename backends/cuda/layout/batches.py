@@ -26,8 +26,8 @@ HELD_WHOLE_WORDS = 25
 # Registers for operands in a kernel of several columns: beside them wide ones have twice the sums.
 HELD_WORDS, HELD_NARROW_WORDS = 32, 40
 # The same of eight columns beside int4, where operands are many: what is left to scratch sets the ring's length.
-# Sums of whole numbers are half as many; other formats' scales take the registers. Of Qwen3-8B 48, a ring of 6 slots,
-# made 3.6 % more tokens/s than 52 and one of 7: fewer spills, larger batches (benchmarks/cuda-log.md#longer-ring).
+# Sums of whole numbers are half as many; other formats' scales take the registers. Of Qwen3-8B 48 made 0.8 % more
+# tokens/s than 44 and 15 % more than 52, with a ring of 7 slots each (benchmarks/cuda-log.md#shared-scales).
 HELD_INT4_WORDS = 48
 GROUP_VALUES = 128  # of a slice of x, that a warp stages at once (include/kog/columns/stream.h)
 # The same where some are read from memory instead; and how many ring slots ahead those are asked for.

@@ -254,6 +254,7 @@ def _weight_fields(weights: StreamWeights) -> dict[str, int]:
         "offset_bytes": weights.offset_bytes,
         "record_bytes": weights.record_bytes,
         "integer": weights.integer,
+        "shared_steps": weights.shared_steps,
     }
 
 

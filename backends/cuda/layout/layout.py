@@ -154,7 +154,7 @@ class Layout:
             "pieces": unit_pieces(lo.tilings[stage.name].unit_rows, columns),
             "sums_at": self.sums_at(stage),
             "operands_at": lo.operands_at(stage, columns),
-            "step_sums_at": lo.step_sums_at(stage, columns),
+            "whole_sums_at": lo.whole_sums_at(stage, columns),
             "sum_buffers": sum_buffers(lo, stage, columns),
             "sums_in_place": sums_in_place(lo, stage, columns),
             "sums_over": sums_over(lo, stage, columns),

@@ -1,12 +1,13 @@
 // Activations as whole numbers, which meet weights that are whole numbers (narrow.h): products of bytes.
 //
-// Of each step of K, 32 values, the largest value sets a scale, a power of two. A value over it is `whole`, 16 bits of
-// two's complement rounded to nearest, as two bytes: 256 * high + low. It is off by half a scale at most, 2^-15 of the
-// largest value and a hair: of all values of a step together 2^-12.4 of their length, where bfloat16's rounding is off
-// by up to 2^-8 (tests/cuda/test_cuda_bytes.py). Sums of products of bytes are exact, so that they are the same bits
-// in whatever order and instruction a kernel makes them.
+// Of each step of K, 32 values, or of all steps of a fragment where its weights have one scale a row (kSharedSteps, so
+// that whole numbers of all of them add up), the largest value sets a scale, a power of two. A value over it is `whole`,
+// 16 bits of two's complement rounded to nearest, as two bytes: 256 * high + low. It is off by half a scale at most,
+// 2^-15 of the largest value and a hair: of all values that share a scale together 2^-12.4 of their length or, of 128,
+// 2^-11.4, where bfloat16's rounding is off by up to 2^-8 (tests/cuda/test_cuda_bytes.py). Sums of products of bytes are
+// exact, so that they are the same bits in whatever order and instruction a kernel makes them.
 //
-// In scratch, before a stage's operands: [fragment][token][step of it] scales, then (kSums) as many sums of `whole`.
+// In scratch, before a stage's operands: [fragment][token][scale of it], then (kSums) as many sums of `whole`.
 #pragma once
 #include <kog/block.h>
 
@@ -16,12 +17,12 @@ namespace kog {
 constexpr u32 kStepRoom = 0x18000u;
 constexpr u32 kLeastExponent = 15;  // of float32: below, scales would be none
 
-struct StepScale {
-  float scale;    // NaN where the step holds what is no number: so are its sums then
+struct WholeScale {
+  float scale;    // NaN where the values hold what is no number: so are its sums then
   float inverse;  // 1 / scale
 
-  // `largest`: of the bits of a step's magnitudes.
-  KOG_DEVICE explicit StepScale(u32 largest) {
+  // `largest`: of the bits of the values' magnitudes.
+  KOG_DEVICE explicit WholeScale(u32 largest) {
     u32 exponent = (largest + kStepRoom) >> 23;
     exponent = exponent > kLeastExponent ? exponent : kLeastExponent;
     scale = float_of(largest < 0x7f800000u ? (exponent - 14) << 23 : 0x7fc00000u);
@@ -58,21 +59,38 @@ struct FourBytes {
   }
 };
 
+// Values of K that share a scale, and scales of a token's fragment.
+template <class Weights>
+constexpr int kSharedValues = Weights::kSharedSteps * kFragK;
+template <class Weights>
+constexpr int kFragmentScales = Weights::kPack / Weights::kSharedSteps;
 // Where a token's `step` has its scale, and its sum behind all scales.
 template <class Stage>
-KOG_DEVICE int step_index(int step, int token) {
-  constexpr int kPack = Stage::Weights::kPack;
-  return (step / kPack * kColumns + token) * kPack + step % kPack;
+KOG_DEVICE int scale_index(int step, int token) {
+  using Weights = typename Stage::Weights;
+  return (step / Weights::kPack * kColumns + token) * kFragmentScales<Weights> +
+         step % Weights::kPack / Weights::kSharedSteps;
+}
+// Of threads side by side, by whole warps.
+template <int kThreads>
+KOG_DEVICE u32 largest_of_sharers(u32 v) {
+  if constexpr (kThreads == kWarpThreads) return largest_of_warp(v);
+  return largest_of_threads<kThreads>(v);
+}
+template <int kThreads>
+KOG_DEVICE u32 sum_of_sharers(u32 v) {
+  if constexpr (kThreads == kWarpThreads) return sum_of_warp(v);
+  return sum_of_threads<kThreads>(v);
 }
 template <class Weights>
 constexpr bool kSums = Weights::kInteger && Weights::kOffsetKind != kOffsetNone;
 
-// By one thread of those that share the step, of all of K: `sum` if the weights ask for it.
+// By one thread of those that share the scale, of `step` of all of K: `sum` if the weights ask for it.
 template <class Stage>
-KOG_DEVICE void put_step(const Block& b, int step, int token, const StepScale& scale, u32 sum) {
-  u32* to = reinterpret_cast<u32*>(b.scratch) + step_index<Stage>(step, token);
+KOG_DEVICE void put_scale(const Block& b, int step, int token, const WholeScale& scale, u32 sum) {
+  u32* to = reinterpret_cast<u32*>(b.scratch) + scale_index<Stage>(step, token);
   to[0] = bits_of(scale.scale);
-  if constexpr (kSums<typename Stage::Weights>) to[Stage::kStepSumsAt] = sum;
+  if constexpr (kSums<typename Stage::Weights>) to[Stage::kWholeSumsAt] = sum;
 }
 
 }  // namespace kog

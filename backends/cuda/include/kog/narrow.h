@@ -116,22 +116,53 @@ struct Offsets<Weights, kTwoRows, kOffsetZeroPoint> : Scales<Weights, kTwoRows, 
 template <class Weights, bool kTwoRows>
 struct Offsets<Weights, kTwoRows, kOffsetMinimum> : Scales<Weights, kTwoRows> {};
 
-// Those of a slot; none where a row has one or weights are 16 bits wide.
+// Those of a fragment; none where a row has one or weights are 16 bits wide.
 template <class Weights, bool kTwoRows, bool kScaled = (Weights::kScaleRows > 0)>
-struct SlotScales {};
+struct Beside {
+  KOG_DEVICE void load(const Block&, const u8*) {}
+  KOG_DEVICE static Beside one_of(bool, const Beside&, const Beside&) { return {}; }
+};
 template <class Weights, bool kTwoRows>
-struct SlotScales<Weights, kTwoRows, true> {
+struct Beside<Weights, kTwoRows, true> {
   static_assert(Weights::kRecordBytes == 4 || Weights::kRecordBytes % 8 == 0, "loads of scales are not aligned");
   static constexpr int kOffsetsAt = Weights::kScaleRows * Weights::kGranules * Weights::kScaleBytes;
-  Scales<Weights, kTwoRows> scales[kFragments];
-  Offsets<Weights, kTwoRows> offsets[kFragments];
+  Scales<Weights, kTwoRows> scales;
+  Offsets<Weights, kTwoRows> offsets;
+
+  KOG_DEVICE void load(const Block& b, const u8* record) {
+    scales.load(b, record);
+    offsets.load(b, record + kOffsetsAt);
+  }
+  // What the sum of a scale's operands counts for, of sum i of a thread's four: the codes' zero point or, where weights
+  // have minimums, what int4 was taken less.
+  KOG_DEVICE int of_sum(int granule, int i) const {
+    constexpr int kTimes = Weights::kCodes == kUint4 ? 16 : 1;  // what codes are multiplied with
+    if constexpr (Weights::kOffsetKind == kOffsetMinimum) return Weights::kCodes == kUint4 ? 8 * kTimes : 0;
+    u32 point = offsets.byte_at(granule, i);
+    if constexpr (Weights::kCodes == kUint4) return (8 - static_cast<int>(point)) * kTimes;
+    return -(static_cast<int>(point ^ 0x80u) - 128);
+  }
+  KOG_DEVICE static Beside one_of(bool first, const Beside& a, const Beside& b) {
+    Beside one;
+    constexpr auto kScaleWords = sizeof(one.scales.w) / sizeof(u32);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kScaleWords); i++) one.scales.w[i] = first ? a.scales.w[i] : b.scales.w[i];
+    if constexpr (Weights::kOffsetKind != kOffsetNone) {
+      constexpr auto kOffsetWords = sizeof(one.offsets.w) / sizeof(u32);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(kOffsetWords); i++)
+        one.offsets.w[i] = first ? a.offsets.w[i] : b.offsets.w[i];
+    }
+    return one;
+  }
 };
 
 // One warp's part of the next ring slot. Fragments behind a stage's last one are whatever the ring held
 // before: what is computed of them goes nowhere.
 template <class Weights, bool kTwoRows>
-struct SlotWeights : SlotScales<Weights, kTwoRows> {
+struct SlotWeights {
   Fragment w[kFragments];
+  Beside<Weights, kTwoRows> beside[kFragments];
 
   template <class Stage>
   KOG_DEVICE void take(Block& b, Ring& ring) {
@@ -148,25 +179,15 @@ struct SlotWeights : SlotScales<Weights, kTwoRows> {
     if constexpr (Weights::kScaleRows > 0) {
       const u8* record = ring.weights(b) + kWarps * kFragmentBytes + b.warp * Weights::kRecordBytes;
 #pragma unroll
-      for (int f = 0; f < kFragments; f++) {
-        this->scales[f].load(b, record + f * kFragmentOfAll<Weights>);
-        this->offsets[f].load(b, record + f * kFragmentOfAll<Weights> + this->kOffsetsAt);
-      }
+      for (int f = 0; f < kFragments; f++) beside[f].load(b, record + f * kFragmentOfAll<Weights>);
     }
     if (mine) ring.release(b);
-  }
-  // What a step's operands' sum counts for, of fragment f and sum i of a thread's four: the codes' zero point or, where
-  // weights have minimums, what int4 was taken less.
-  KOG_DEVICE int of_sum(int f, int granule, int i) const {
-    constexpr int kTimes = Weights::kCodes == kUint4 ? 16 : 1;  // what codes are multiplied with
-    if constexpr (Weights::kOffsetKind == kOffsetMinimum) return Weights::kCodes == kUint4 ? 8 * kTimes : 0;
-    u32 point = this->offsets[f].byte_at(granule, i);
-    if constexpr (Weights::kCodes == kUint4) return (8 - static_cast<int>(point)) * kTimes;
-    return -(static_cast<int>(point ^ 0x80u) - 128);
   }
 };
 template <class Stage>
 using SlotOf = SlotWeights<typename Stage::Weights, OperandLayout<Stage>::kTwoRows>;
+template <class Stage>
+using BesideOf = Beside<typename Stage::Weights, OperandLayout<Stage>::kTwoRows>;
 
 // A row's sum over all of K as its weights' units and scale have it. `layer`: kLayers for the head.
 template <class Stage, class Item>

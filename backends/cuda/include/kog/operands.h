@@ -178,7 +178,7 @@ struct Operands {
     offset = b.in_warp % S::kHolders * S::kThreadStride;
     first = part * Stage::kSteps;
     if constexpr (S::kInteger)
-      scales = reinterpret_cast<u32*>(b.scratch) + step_index<Stage>(first, S::token(b.in_warp % S::kHolders));
+      scales = reinterpret_cast<u32*>(b.scratch) + scale_index<Stage>(first, S::token(b.in_warp % S::kHolders));
     if constexpr (S::kHalves > 1 && (kPicks || kColumns == 1)) {
       int column = b.in_warp / 4, odd = column / 4, half = column / 2 % 2, low = column % 2;
       offset = (4 * (Stage::kWide ? 2 * odd + low : odd) + b.in_warp % 4) * kOperandWords;
@@ -225,26 +225,43 @@ struct Operands {
 #pragma unroll
     for (int step = 0; step < Stage::kHeld; step++) held[step] = load(step + kFirst);
   }
-  // Of whole numbers: of a fragment's steps the scales, or (kSums) the sums behind them.
-  static constexpr int kPack = S::kInteger ? Stage::Weights::kPack : 1;
-  KOG_DEVICE WordVector<kPack> of_steps(int fragment, int behind = 0) const {
-    return WordVector<kPack>::load(scales + fragment * (kColumns * kPack) + behind);
+  // Of whole numbers: a fragment's scales, or (kSums) the sums behind them.
+  static constexpr int kScales = S::kInteger ? kFragmentScales<typename Stage::Weights> : 1;
+  KOG_DEVICE WordVector<kScales> of_fragment(int fragment, int behind = 0) const {
+    return WordVector<kScales>::load(scales + fragment * (kColumns * kScales) + behind);
   }
-  // Words of a step as its bytes, and their scale and sum to scratch, by whole warps; or by the scale that is there.
-  KOG_DEVICE void put_bytes(Row& row, int step) const {
-    float v[S::kRowWords * 2];
-    values_of(row, v);
-    StepScale scale(largest_of_threads<4>(largest_of(v)));
-    u32 sum = bytes_of(v, scale.inverse, row);
-    if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<4>(sum);
-    u32* to = scales + step_index<Stage>(step, 0);
-    to[0] = bits_of(scale.scale);
-    if constexpr (kSums<typename Stage::Weights>) to[Stage::kStepSumsAt] = sum;
+  // Words of steps from `first` on as their bytes, and scales and sums to scratch, by whole warps; or by the scale that
+  // is there.
+  template <int kSteps>
+  KOG_DEVICE void put_bytes(Row (&rows)[kSteps], int first) const {
+    constexpr int kShared = Stage::Weights::kSharedSteps;
+    static_assert(kSteps % kShared == 0);
+#pragma unroll
+    for (int i = 0; i < kSteps; i += kShared) {
+      float v[S::kRowWords * 2];
+      u32 largest = 0, sum = 0;
+#pragma unroll
+      for (int n = 0; n < kShared; n++) {
+        values_of(rows[i + n], v);
+        u32 other = largest_of(v);
+        largest = other > largest ? other : largest;
+      }
+      WholeScale scale(largest_of_threads<4>(largest));
+#pragma unroll
+      for (int n = 0; n < kShared; n++) {
+        values_of(rows[i + n], v);
+        sum += bytes_of(v, scale.inverse, rows[i + n]);
+      }
+      if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<4>(sum);
+      u32* to = scales + scale_index<Stage>(first + i, 0);
+      to[0] = bits_of(scale.scale);
+      if constexpr (kSums<typename Stage::Weights>) to[Stage::kWholeSumsAt] = sum;
+    }
   }
   KOG_DEVICE void make_bytes(Row& row, int step) const {
     float v[S::kRowWords * 2];
     values_of(row, v);
-    bytes_of(v, StepScale::inverse_of(float_of(scales[step_index<Stage>(step, 0)])), row);
+    bytes_of(v, WholeScale::inverse_of(float_of(scales[scale_index<Stage>(step, 0)])), row);
   }
   KOG_DEVICE static void values_of(const Row& row, float (&v)[S::kRowWords * 2]) {
 #pragma unroll
@@ -257,16 +274,17 @@ struct Operands {
   }
 };
 // Bytes of one token: what a thread has of a fragment is of one step's column, and the scale of the step whose sums
-// come to it.
+// come to it. Where all steps share a scale the columns are those of even and of odd steps, twice.
 template <class Stage>
 struct Operands<Stage, true> {
   using S = OperandLayout<Stage>;
-  static constexpr int kPack = Stage::Weights::kPack;
+  static constexpr int kPack = Stage::Weights::kPack, kScales = kFragmentScales<typename Stage::Weights>;
+  static constexpr bool kOneScale = kScales == 1;
   static constexpr int kLast = Stage::kSteps;
   // Steps that one product takes, and products of a fragment (narrow.h).
   static constexpr int kAtOnce = Stage::Weights::kCodes == kE2m1 ? 1 : 2, kProducts = kPack / kAtOnce;
   struct Row {
-    WordVector<2> w[kProducts];  // zeros where the column is of other steps
+    WordVector<2> w[kProducts];  // zeros where the column is of other steps and scales
     u32 scale, sum;
   };
   static_assert(Stage::kWholeWords == Stage::kUnitFragments * (2 * kProducts + 1 + kSums<typename Stage::Weights>),
@@ -280,8 +298,8 @@ struct Operands<Stage, true> {
   KOG_DEVICE explicit Operands(const Block& b) {
     int first = b.warp % Stage::kParts * Stage::kSteps, column = b.in_warp / 4;
     staged = reinterpret_cast<const u32*>(b.scratch + Stage::kOperandsAt) +
-             (first + column / 2 % kPack) * S::kStepWords + column % 2 * 8 + b.in_warp % 4 * 2;
-    scales = reinterpret_cast<const u32*>(b.scratch) + first + b.in_warp % 4 % kPack;
+             (first + column / 2 % (kOneScale ? 2 : kPack)) * S::kStepWords + column % 2 * 8 + b.in_warp % 4 * 2;
+    scales = reinterpret_cast<const u32*>(b.scratch) + scale_index<Stage>(first, 0) + b.in_warp % 4 % kScales;
     product = column / 2 % kPack / kAtOnce;
     odd = b.in_warp % 2 != 0;
     if constexpr (Stage::Weights::kCodes == kE2m1) table += *scales >> 31;  // a scale is not negative
@@ -289,13 +307,20 @@ struct Operands<Stage, true> {
   // Of the fragment that begins with the step.
   KOG_DEVICE Row load(int step) const {
     Row row;
-    auto v = WordVector<2>::load(staged + step * S::kStepWords);
+    if constexpr (kOneScale) {
 #pragma unroll
-    for (int n = 0; n < kProducts; n++)
+      for (int n = 0; n < kProducts; n++)
+        row.w[n] = WordVector<2>::load(staged + (step + n * kAtOnce) * S::kStepWords);
+    } else {
+      auto v = WordVector<2>::load(staged + step * S::kStepWords);
 #pragma unroll
-      for (int i = 0; i < 2; i++) row.w[n].w[i] = kProducts == 1 || product == n ? v.w[i] : 0;
-    row.scale = scales[step];
-    row.sum = kSums<typename Stage::Weights> ? scales[step + Stage::kStepSumsAt] : 0;
+      for (int n = 0; n < kProducts; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) row.w[n].w[i] = kProducts == 1 || product == n ? v.w[i] : 0;
+    }
+    const u32* of_fragment = scales + scale_index<Stage>(step, 0);
+    row.scale = of_fragment[0];
+    row.sum = kSums<typename Stage::Weights> ? of_fragment[Stage::kWholeSumsAt] : 0;
     return row;
   }
   KOG_DEVICE Row at(int step) const { return step < Stage::kHeld ? held[step] : load(step); }
@@ -335,12 +360,12 @@ KOG_DEVICE int narrow_offset(int word, int token) {
 }
 
 constexpr int kColumnWords = kFragK / 4;  // of a column of a step in scratch: a word is two values
-// Values side by side from element e on, as bytes of one token; by whole warps, with those of the step in threads side
-// by side.
+// Values side by side from element e on, as bytes of one token; by whole warps, with those that share a scale in threads
+// side by side.
 template <class Stage, int N>
 KOG_DEVICE void put_bytes(const Block& b, int e, const float (&v)[N], bool staged) {
-  constexpr int kSharers = kFragK / N;
-  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
+  constexpr int kShared = kSharedValues<typename Stage::Weights>, kSharers = kShared / N;
+  WholeScale scale(largest_of_sharers<kSharers>(largest_of(v)));
   u32 sum = 0;
   u32* to = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) +
             e / kFragK * OperandLayout<Stage>::kStepWords + e % kFragK / 4;
@@ -350,22 +375,23 @@ KOG_DEVICE void put_bytes(const Block& b, int e, const float (&v)[N], bool stage
     sum += four.sum;
     if (staged) to[i / 4] = four.high, to[8 + i / 4] = four.low;
   }
-  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(sum);
-  if (staged && e % kFragK == 0) put_step<Stage>(b, e / kFragK, 0, scale, sum);
+  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_sharers<kSharers>(sum);
+  if (staged && e % kShared == 0) put_scale<Stage>(b, e / kFragK, 0, scale, sum);
 }
 
-// Four values of a column from element e on, as bytes; by whole warps, eight threads a step.
+// Four values of a column from element e on, as bytes; by whole warps, with those that share a scale in threads side by
+// side.
 template <class Stage>
 KOG_DEVICE void put_bytes(const Block& b, int column, int e, const float (&v)[4], bool staged) {
-  constexpr int kSharers = kFragK / 4;
-  StepScale scale(largest_of_threads<kSharers>(largest_of(v)));
+  constexpr int kShared = kSharedValues<typename Stage::Weights>, kSharers = kShared / 4;
+  WholeScale scale(largest_of_sharers<kSharers>(largest_of(v)));
   FourBytes four(v, scale.inverse);
   u32 sum = 0;
-  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_threads<kSharers>(four.sum);
+  if constexpr (kSums<typename Stage::Weights>) sum = sum_of_sharers<kSharers>(four.sum);
   if (!staged) return;
   u32* step = reinterpret_cast<u32*>(b.scratch + Stage::kOperandsAt) + e / kFragK * OperandLayout<Stage>::kStepWords;
   *reinterpret_cast<uint2*>(step + column * (kFragK / 2) + e % kFragK / 2) = {four.high, four.low};
-  if (e % kFragK == 0) put_step<Stage>(b, e / kFragK, column, scale, sum);
+  if (e % kShared == 0) put_scale<Stage>(b, e / kFragK, column, scale, sum);
 }
 // Stage four values times their gains from element e on, by whole warps, of one token; scale_four's sum.
 template <class Stage>

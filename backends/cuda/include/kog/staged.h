@@ -10,7 +10,7 @@ KOG_DEVICE u32 staged_word(const Block& b, int word) {
   if constexpr (OProj::Weights::kInteger) {
     int step = 2 * word / kFragK, in_step = 2 * word % kFragK;
     const u32* from = scratch + step * OperandLayout<OProj>::kStepWords + in_step / 4;
-    float scale = float_of(reinterpret_cast<const u32*>(b.scratch)[step_index<OProj>(step, 0)]), v[2];
+    float scale = float_of(reinterpret_cast<const u32*>(b.scratch)[scale_index<OProj>(step, 0)]), v[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       int shift = 24 - 8 * (in_step % 4 + i);  // a byte with its sign

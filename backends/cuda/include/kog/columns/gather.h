@@ -15,7 +15,9 @@ struct LoadBatch {
   static constexpr int kMost = (Stage::Weights::kInteger ? 40 : 64) / OperandLayout<Stage>::kRowWords;
   static constexpr int kBatches = (Stage::kSteps + kMost - 1) / kMost;
   static constexpr int kEvenly = (Stage::kSteps + kBatches - 1) / kBatches;
-  static constexpr int kWanted = kEvenly > Stage::kHeld ? kEvenly : Stage::kHeld;
+  static constexpr int kAtLeast = kEvenly > Stage::kHeld ? kEvenly : Stage::kHeld;
+  static constexpr int kShared = Stage::Weights::kSharedSteps;  // of a scale, which are staged together
+  static constexpr int kWanted = (kAtLeast + kShared - 1) / kShared * kShared;
   static constexpr int kStored = Operands<Stage>::kLast;
   static constexpr int kSteps = kWanted < kStored ? kWanted : kStored;
   static_assert(Stage::kHeld <= kSteps);
@@ -74,13 +76,6 @@ KOG_DEVICE void receive(Block& b, Step step, u32 phase, int first, typename Load
     for (int j = 0; j < S::kRowWords; j++) w[i].w[j] = operand_of(w[i].w[j]);
 }
 
-// Words of a batch from step `first` on as bytes.
-template <class Stage>
-KOG_DEVICE void put_bytes(const Operands<Stage>& x, int first, typename LoadBatch<Stage>::Rows& w) {
-#pragma unroll
-  for (int i = 0; i < LoadBatch<Stage>::kSteps; i++) x.put_bytes(w[i], first + i);
-}
-
 // This warp's part of Region's words as Stage's operands. hint(): see receive.
 template <class Stage, class Region, class Hint>
 KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase, Hint hint) {
@@ -92,7 +87,7 @@ KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase,
   for (int next = kSteps; next < Stage::kSteps; next += kSteps) {
     int first = next + kSteps <= Stage::kSteps ? next : Stage::kSteps - kSteps;
     receive<Stage, Region>(b, step, phase, first, w, hint, hinted);
-    if constexpr (Stage::Weights::kInteger) put_bytes(to, first, w);
+    if constexpr (Stage::Weights::kInteger) to.put_bytes(w, first);
 #pragma unroll
     for (int i = 0; i < kSteps; i++)
       if (first + i >= Stage::kHeld && (Stage::kRead == 0 || first + i < to.kLast))
@@ -100,7 +95,7 @@ KOG_DEVICE void stage_words(Block& b, Step step, Operands<Stage>& to, u32 phase,
   }
   // Those that stay in registers come last.
   receive<Stage, Region>(b, step, phase, 0, w, hint, hinted);
-  if constexpr (Stage::Weights::kInteger) put_bytes(to, 0, w);
+  if constexpr (Stage::Weights::kInteger) to.put_bytes(w, 0);
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
     if (i < Stage::kHeld)

@@ -18,6 +18,7 @@ constexpr int kLayerK =
 constexpr bool kSameOperands =
     QkvProj::Weights::kInteger == GateUpProj::Weights::kInteger &&
     (!QkvProj::Weights::kInteger || (QkvProj::Weights::kPack == GateUpProj::Weights::kPack &&
+                                     QkvProj::Weights::kSharedSteps == GateUpProj::Weights::kSharedSteps &&
                                      kSums<QkvProj::Weights> == kSums<GateUpProj::Weights>));
 constexpr bool kLayerOwn = QkvProj::kParts == kWarps && GateUpProj::kParts == kWarps;
 
