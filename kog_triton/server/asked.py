@@ -107,6 +107,7 @@ async def read_chat(
             tuple(token_ids),
             model.default_params(**given),
             whose,
+            calls_a_tool=forced,
         ),
         body.interval(service.interval),
         tools,

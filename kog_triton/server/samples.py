@@ -30,6 +30,7 @@ class Job:
     token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str = ""
+    calls_a_tool: bool = False  # structured_outputs are those of a tool's call
 
 
 @dataclass(slots=True)

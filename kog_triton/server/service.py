@@ -13,7 +13,7 @@ from kog_triton.server.pacing import Interval
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job, Samples
 from kog_triton.server.supervisor import Supervisor
-from kog_triton.text.grammar import try_constraint
+from kog_triton.text.grammar import fault_of, try_constraint
 
 CHARACTERS_A_TOKEN = 64  # at most, over a whole text: longer tokens are of spaces alone
 
@@ -68,11 +68,20 @@ class Service:
             room_behind(len(job.token_ids), self.model.opened.max_context)
 
     async def check_shapes(self, jobs: list[Job]) -> None:
-        """RequestError for a constraint that is invalid, or too much for a process that is bounded."""
-        for shape in {job.params.structured_outputs for job in jobs} - {None}:
-            assert shape is not None
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._checker, try_constraint, *shape.constraint)
+        """RequestError for a constraint that is invalid, or too much for a process that is bounded; where it is made of
+        tools' schemas, Problem 400."""
+        loop = asyncio.get_running_loop()
+        for shape, of_tools in {(job.params.structured_outputs, job.calls_a_tool) for job in jobs}:
+            if shape is None:
+                continue
+            if not of_tools:
+                await loop.run_in_executor(self._checker, try_constraint, *shape.constraint)
+            elif wrong := await loop.run_in_executor(self._checker, fault_of, *shape.constraint):
+                raise Problem(
+                    400,
+                    f"the parameters of a tool that must be called are no schema to follow: {wrong}",
+                    param="tools",
+                )
 
     def samples(self, jobs: list[Job], interval: Interval) -> Samples:
         return Samples(self.supervisor, self.model, self.metrics, jobs, interval)

@@ -102,8 +102,14 @@ def check_constraint(name: str, value: Any) -> None:
 def try_constraint(name: str, value: Any) -> None:
     """As `check_constraint` for what a stranger sent: in a limited process, so that time, memory and a stack that
     llguidance would overrun are that process's. The RequestError says which."""
-    if wrong := CHECKER.check(_checked_source(name, value)):
+    if wrong := fault_of(name, value):
         raise _invalid(name, value, wrong)
+
+
+def fault_of(name: str, value: Any) -> str:
+    """What `try_constraint` finds, "" if nothing: a line, without the constraint's own name."""
+    wrong = CHECKER.check(_checked_source(name, value))
+    return _first_line(wrong) if wrong else ""
 
 
 def _checked_source(name: str, value: Any) -> str:

@@ -161,6 +161,20 @@ def test_a_forced_call_is_held_by_a_grammar(server, choice):
     assert "grammar does not allow" in response.json()["error"]["message"]
 
 
+def test_a_forced_call_of_a_tool_without_a_usable_schema_names_the_tools(server):
+    parameters = {"type": "object", "properties": {"city": {"type": "town"}}}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+        "tool_choice": "required",
+    }
+    response = server.post("/v1/chat/completions", body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert error["message"].startswith("the parameters of a tool that must be called are no schema")
+    assert "town" in error["message"] and "grammar" not in error["message"].split(":")[0]
+
+
 @pytest.mark.parametrize("interval", [1, 5])
 def test_reasoning_is_told_apart(server, interval):
     prompt = server.play("think", "<think>\nfirst\nthis\n</think>\n\nThe answer.")

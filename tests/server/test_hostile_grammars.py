@@ -162,4 +162,4 @@ def test_a_tools_schema_is_tried_too(server):
         "tool_choice": "required",
     }
     response = server.post("/v1/chat/completions", body)
-    assert (response.status_code, "structured_outputs" in response.text) == (400, True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")

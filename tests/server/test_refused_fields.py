@@ -138,3 +138,12 @@ def test_a_token_keeps_its_own_figure_where_another_has_its_name():
     candidates = {3: Logprob(-2.0, 2, "x"), 4: Logprob(-1.0, 1, "x")}
     found = figures.completion_logprobs([candidates], ["x"], [0], lambda _, text: text)
     assert found["top_logprobs"] == [{"x": -2.0}]
+
+
+def test_what_responses_cannot_include_is_refused():
+    known = ["reasoning.encrypted_content", "web_search_call.results"]
+    assert responses(include=known).chat().messages
+    with pytest.raises(ValidationError, match=r"reasoning\.encrypted_content"):
+        responses(include=["reasoning.summary"])
+    with pytest.raises(Problem, match="log-probabilities"):
+        responses(include=["message.output_text.logprobs"]).chat()

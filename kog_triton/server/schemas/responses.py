@@ -34,6 +34,20 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None  # bytes that hide an event's length: none are sent
 
 
+# More to tell of an answer: of tools that OpenAI runs, of images, of reasoning that is kept. Nothing of it comes about
+# here, but for log-probabilities.
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+]
+
+
 class ResponsesBody(Body):
     """Nothing is stored: what needs a store is refused."""
 
@@ -52,7 +66,7 @@ class ResponsesBody(Body):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: Many[str] | None = None
+    include: Many[Include] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
