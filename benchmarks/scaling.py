@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kog_triton.bench.record import read
+from kog_triton.bench.record import read_all
 from kog_triton.bench.timing import decode_bytes
 from kog_triton.errors import KogError, RequestError
 from kog_triton.model.shapes import named_shape
@@ -48,22 +49,25 @@ class Measured:
 def rows_of(file: Path) -> list[Measured]:
     """The CUDA backend's rows; RequestError for a file that is no record of decode of a shape, or has none."""
     try:
-        record = read(file)
-        test, gpus = record["test"], record["test"]["num_gpus"]
-        if record["kind"] != "decode" or not record["bandwidth"]["measured"]:
-            raise ValueError("no decode on a GPU")
-        bandwidth = record["bandwidth"]["measured"] / gpus
-        shape, depth, tokens = record["model"]["name"], test["prompt_tokens"], test["tokens"]
-        rates = [
-            row["device"]["tokens_per_s"]
-            for row in record["rows"]
-            if row["name"] == "cuda" and row["device"]
-        ]
-        if not rates:
-            raise ValueError("it has no times of the cuda backend")
-        named_shape(shape)
+        return [row for record in read_all(file) for row in _measured(record)]
     except (OSError, ValueError, KeyError, TypeError, KogError) as error:
         raise RequestError(f"{file}: not a record of kog bench decode --shape: {error}") from error
+
+
+def _measured(record: Any) -> list[Measured]:
+    test, gpus = record["test"], record["test"]["num_gpus"]
+    if record["kind"] != "decode" or not record["bandwidth"]["measured"]:
+        raise ValueError("no decode on a GPU")
+    bandwidth = record["bandwidth"]["measured"] / gpus
+    shape, depth, tokens = record["model"]["name"], test["prompt_tokens"], test["tokens"]
+    rates = [
+        row["device"]["tokens_per_s"]
+        for row in record["rows"]
+        if row["name"] == "cuda" and row["device"]
+    ]
+    if not rates:
+        raise ValueError("it has no times of the cuda backend")
+    named_shape(shape)
     return [Measured(shape, gpus, depth, tokens, bandwidth, rate) for rate in rates]
 
 

@@ -66,7 +66,13 @@ def check_gpu(device: torch.device, gpu: Gpu, rank: int = 0) -> list[int]:
                 f"the hip backend's self-test fails on {gpu.name}: {what} ({count} of {blocks} blocks, {ROUNDS} "
                 f"rounds): {ADVICE}"
             )
-    return [xcd for xcd, _ in found]
+    xcds = [xcd for xcd, _ in found]
+    if gpu.dies > 1 and len(set(xcds)) == 1:
+        raise DeviceError(
+            f"the hip backend's self-test says nothing on {gpu.name}: all {blocks} blocks lie on XCD {xcds[0]} of "
+            f"{gpu.dies}, so no words went from one to another: {ADVICE}"
+        )
+    return xcds
 
 
 def run(kernel: HipKernel, device: torch.device, blocks: int, rounds: int) -> list[list[int]]:

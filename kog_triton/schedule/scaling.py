@@ -41,7 +41,7 @@ class Row(NamedTuple):
     bandwidth: float
 
 
-# benchmarks/results/h200/2026-11-24-two-gpus.txt.xz, and of Qwen3-14B -qwen3-14b.json.xz; 2026-11-27-four-gpus.txt.xz.
+# benchmarks/results/h200/figures.txt.xz, and of Qwen3-14B 2026-11-24-two-gpus-records.jsonl.xz.
 MEASURED = (
     Row("llama-3.2-1b", 1, 1754.7, 4.362),
     Row("llama-3.2-1b", 2, 3181.4, 4.352),

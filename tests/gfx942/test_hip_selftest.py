@@ -60,6 +60,11 @@ def test_it_passes_and_tells_where_blocks_lie(check, memory):
     )
 
 
+def test_words_that_cross_no_xcd_prove_nothing(check):
+    with pytest.raises(DeviceError, match="says nothing on mi300x: all 8 blocks lie on XCD 3 of 8"):
+        check(memory=WEAK, xcc=lambda group: 3)
+
+
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault[0])
 def test_what_the_kernel_relies_on_is_missed(check, monkeypatch, tmp_path, fault):
     text = (INCLUDES[0] / "kog/ptx.h").read_text()

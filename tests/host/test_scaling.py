@@ -80,9 +80,10 @@ def test_shapes_that_were_not_fitted_are_within_a_tenth():
 def test_what_was_measured_is_what_was_printed():
     """Rates of one, two and four GPUs and a GPU's bandwidth of the run: the larger of two ways to read, of several GPUs
     the lowest; 8B on two is the run with pauses, without a power cap."""
+    figures = lzma.decompress((RECORDS / "figures.txt.xz").read_bytes()).decode()
     two, four = (
-        lzma.decompress((RECORDS / f"{name}-gpus.txt.xz").read_bytes()).decode()
-        for name in ("2026-11-24-two", "2026-11-27-four")
+        figures.split(f"\n==== {title} GPUs\n")[1].split("\n====")[0]
+        for title in ("2026-11-24, two", "2026-11-27, four")
     )
     for shape, gpus, found, bandwidth in scaling.MEASURED:
         if shape == "qwen3-14b":  # of a record, which the page's last table has
