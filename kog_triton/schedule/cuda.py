@@ -168,10 +168,11 @@ class CudaLowering(Partition):
         What is staged for one of a layer's wide stages serves the other."""
         if not self.weights[stage.name].integer:
             return 0
-        size = max(
-            self._staged_scales(s) * columns * self.weights[s.name].beside_bytes
+        sums = max(
+            self._staged_scales(s) * columns * self.weights[s.name].sum_bytes
             for s in self._staged_alike(stage)
         )
+        size = 4 * self.whole_sums_at(stage, columns) + sums
         return -(-size // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
 
     def whole_sums_at(self, stage: Stage, columns: int = 1) -> int:

@@ -114,10 +114,10 @@ class StreamWeights:
         return self.pack if int4 and self.granules <= 1 else 1
 
     @property
-    def beside_bytes(self) -> int:
-        """Of a token, beside its whole numbers that share a scale: that, and their sum if weights have offsets."""
+    def sum_bytes(self) -> int:
+        """Of what a token's whole numbers that share a scale sum up to, which weights with offsets ask for."""
         assert self.format
-        return 4 if self.format.offset is Offset.NONE else 8
+        return 0 if self.format.offset is Offset.NONE else 4
 
     def unit(self, dtype: DType) -> float:
         """What a code stands for, over what it is multiplied as: in 16 bits of `dtype`, or as a whole number."""

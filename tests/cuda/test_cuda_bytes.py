@@ -120,7 +120,7 @@ def worst(x, library):
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_keep_more_than_bfloat16(name, shared, library):
     x = cases(shared)[name]
-    assert worst(x, library) <= BOUNDS[shared] < BF16_BOUND / 8
+    assert worst(x, library) <= BOUNDS[shared] < BF16_BOUND / (16 if shared == STEP else 8)
     rounded = torch.from_numpy(x.astype(np.float32)).bfloat16().double().numpy()
     off = np.sqrt(((rounded - x) ** 2).sum(1) / (x**2).sum(1))
     assert 2 * worst(x, library) < off.max() <= BF16_BOUND

@@ -130,7 +130,7 @@ def test_units_too_long_to_be_laid_out(how):
     [
         ("int4-g128", 2, 0),
         ("int4-g128", 2, 20_000),
-        pytest.param("int4-g128", 8, 100_000, marks=pytest.mark.slow),
+        pytest.param("int4-g128", 8, 70_000, marks=pytest.mark.slow),
         pytest.param("int4-g128", 8, 50_000, marks=pytest.mark.slow),
         pytest.param("fp8-block", 8, 50_000, marks=pytest.mark.slow),
         pytest.param("fp8-block", 2, 0, marks=pytest.mark.slow),
@@ -161,7 +161,7 @@ class FarthestWeights(NarrowWeights):
 
 @pytest.mark.parametrize("case", ["int8 g64, zero points", "int4 g128, zero points"])
 def test_the_largest_sums_of_bytes_are_exact(case):
-    """Beside activations that are all as large as a step's scale allows, of either sign by steps."""
+    """Beside activations that are all as large as their scale allows, of either sign by those that share one."""
     spec = spec_of_case(case)
     weights = FarthestWeights(spec, ArrayWeights(spec))
     ours, reference = (
@@ -169,15 +169,17 @@ def test_the_largest_sums_of_bytes_are_exact(case):
         ReferenceBackend(weights, BackendOptions()),
     )
     for stage in ("o_proj", "down_proj"):
+        alike = 32 * lower(build(spec), GPUS["h200"], 3).weights[stage].shared_steps
         state = inputs(spec, stage, 0)
         for key, value in state.items():
             if value.is_floating_point():
-                signs = torch.where(torch.arange(value.shape[-1]) // 32 % 3 == 0, -1.0, 1.0)
+                signs = torch.where(torch.arange(value.shape[-1]) // alike % 3 == 0, -1.0, 1.0)
                 state[key] = signs.expand_as(value) * (2 - 2**-6)
         expected, got = (b.run_stage(stage, 0, state) for b in (reference, ours))
         for key, want in expected.items():
             assert want.abs().max() > 50
-            assert error_of(got[key], want) < 1e-6, (stage, key)
+            # four signs of 128 values each leave a quarter of o_proj's sums: as much less the error is over
+            assert error_of(got[key], want) < 1e-5, (stage, key)
 
 
 def test_all_stages_were_judged():
@@ -272,6 +274,9 @@ def alone(case):
         pytest.param("int4 g32, minimums (Q4_1)", 2, marks=pytest.mark.slow),
         pytest.param("mxfp4", 8, marks=pytest.mark.slow),
         pytest.param("mxfp4", 2, marks=pytest.mark.slow),
+        ("mxfp4, then int4 zero points", 2),
+        ("int4, then int8 channels", 2),
+        pytest.param("int4 g128 and head", 8, marks=pytest.mark.slow),
         pytest.param("int8 zero points, then int4", 4, marks=pytest.mark.slow),
         pytest.param("int8 zero points, then int4", 8, marks=pytest.mark.slow),
         pytest.param("16 bits, then mxfp4", 8, marks=pytest.mark.slow),
@@ -478,13 +483,13 @@ PLANTED = {
     ),
     "zero points left out": (
         "int8 g64, zero points",
-        "u32 point = this->",
-        "u32 point = 0 & this->",
+        "u32 point = offsets.",
+        "u32 point = 0 & offsets.",
     ),
     "the minimum of the next granule": (
         "int4 g32, minimums (Q4_1)",
-        "this->offsets[f].load(b, record + f * kFragmentOfAll<Weights> + this->kOffsetsAt);",
-        "this->offsets[f].load(b, record + f * kFragmentOfAll<Weights>);",
+        "offsets.load(b, record + kOffsetsAt);",
+        "offsets.load(b, record);",
     ),
     "negative ones as positive": (
         "mxfp4",

@@ -36,8 +36,8 @@ EDITS = {
     ),
     "product": (
         "matvec.h",
-        "      multiply_run<Stage>(slot, x, f, last, fragment, c, [&](int n) {",
-        f"      if (f != 0 || !({chosen(5)})) multiply_run<Stage>(slot, x, f, last, fragment, c, [&](int n) {{",
+        "      multiply_fragments<Stage, kKnown>(slot, x, f,",
+        f"      if (f != 0 || !({chosen(5)})) multiply_fragments<Stage, kKnown>(slot, x, f,",
     ),
     "sums over parts of K": (
         "rows.h",

@@ -125,8 +125,8 @@ EDITS = (
     ),
     (
         "narrow.h",
-        "    if (mine) ring.release(b);\n  }\n  // What a step's",
-        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n  // What a step's",
+        "    if (mine) ring.release(b);\n  }\n};",
+        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n}};",
     ),
 )
 

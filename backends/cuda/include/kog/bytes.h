@@ -1,11 +1,11 @@
 // Activations as whole numbers, which meet weights that are whole numbers (narrow.h): products of bytes.
 //
-// Of each step of K, 32 values, or of all steps of a fragment where its weights have one scale a row (kSharedSteps, so
-// that whole numbers of all of them add up), the largest value sets a scale, a power of two. A value over it is `whole`,
-// 16 bits of two's complement rounded to nearest, as two bytes: 256 * high + low. It is off by half a scale at most,
-// 2^-15 of the largest value and a hair: of all values that share a scale together 2^-12.4 of their length or, of 128,
-// 2^-11.4, where bfloat16's rounding is off by up to 2^-8 (tests/cuda/test_cuda_bytes.py). Sums of products of bytes are
-// exact, so that they are the same bits in whatever order and instruction a kernel makes them.
+// Of each step of K, 32 values, or of all steps of a fragment of int4 with one scale a row (kSharedSteps: so whole
+// numbers of all of them add up), the largest value sets a scale, a power of two. A value over it is `whole`, 16 bits of
+// two's complement rounded to nearest, as two bytes: 256 * high + low. It is off by half a scale at most, 2^-15 of the
+// largest value and a hair: of all values that share a scale together 2^-12.4 of their length or, of 128, 2^-11.4, where
+// bfloat16's rounding is off by up to 2^-8 (tests/cuda/test_cuda_bytes.py). Sums of products of bytes are exact, so that
+// they are the same bits in whatever order and instruction a kernel makes them.
 //
 // In scratch, before a stage's operands: [fragment][token][scale of it], then (kSums) as many sums of `whole`.
 #pragma once

@@ -222,8 +222,6 @@ KOG_DEVICE void multiply_fragment(const Fragment& w,
   }
 }
 
-// The largest number of four steps: 4 * kFragK products of 16 bits and a code of eight, and what offsets make as large.
-static_assert(4 * kFragK * (i64{1} << 15) * (128 + 128) < i64{1} << 31, "sums of bytes outgrow an int");
 // The product of two rows of bytes, from those of high and of low ones.
 KOG_DEVICE int whole_sum(int high, int low) { return high * 256 + low; }
 // What a fragment's values of one scale add to a sum, number i of the thread's: their whole number in hand, their
@@ -232,6 +230,8 @@ template <class Stage>
 KOG_DEVICE void add_whole(const BesideOf<Stage>& beside, int granule, int i, int whole, float scale, int operands,
                           float& to) {
   using Weights = typename Stage::Weights;
+  // Products of 16 bits and a code of eight, and what offsets make as large.
+  static_assert(kSharedValues<Weights> * (i64{1} << 15) * (128 + 128) < i64{1} << 31, "sums of bytes outgrow an int");
   if constexpr (kSums<Weights>) whole += beside.of_sum(granule, i) * operands;
   float v = product(static_cast<float>(whole), scale);
   if constexpr (Weights::kScaleRows > 0)
@@ -293,11 +293,10 @@ KOG_DEVICE void multiply_pair_of_one(const SlotOf<Stage>& slot, const Operands<S
   int sums[2][4] = {};
   multiply_bytes_of_one<Stage>(slot.w[f], x, row, sums[0]);
   if constexpr (kBoth) {
-    constexpr bool kSummed = kSums<typename Stage::Weights>;
     multiply_bytes_of_one<Stage>(slot.w[f + 1], x, next, sums[1]);
     int own = x.odd ? half(sums[1], true) : half(sums[0], false);
     int other = x.odd ? half(sums[0], true) : half(sums[1], false);
-    u32 scale = x.odd ? next.scale : row.scale, operands = kSummed ? (x.odd ? next.sum : row.sum) : 0;
+    u32 scale = x.odd ? next.scale : row.scale, operands = x.odd ? next.sum : row.sum;
     add_whole<Stage>(BesideOf<Stage>::one_of(x.odd, slot.beside[f + 1], slot.beside[f]), 0, 0, exchanged(own, other),
                      float_of(scale), static_cast<int>(operands), c[0][0][0]);
   } else {
@@ -398,21 +397,29 @@ KOG_DEVICE void multiply_run(const SlotOf<Stage>& slot, const Operands<Stage>& x
   }
 }
 
+// Fragments [first, last) of a ring slot, the unit's from number `fragment` on. kKnown: it is, and so are the operands'
+// registers.
+template <class Stage, bool kKnown>
+KOG_DEVICE void multiply_fragments(const SlotOf<Stage>& slot, const Operands<Stage>& x, int first, int last,
+                                   int fragment, UnitSums<Stage>& c) {
+  multiply_run<Stage>(slot, x, first, last, fragment, c, [&](int n) {
+    int step = fragment * Stage::Weights::kPack + n;
+    return kKnown ? x.at(step) : x.load(step);
+  });
+}
+
 // Multiply the period's ring slot i. kKnown: i is, and so are the operands' registers.
 template <class Stage, bool kKnown>
 KOG_DEVICE void multiply_ring_slot(Block& b, const SlotOf<Stage>& slot, const Operands<Stage>& x,
                                int i, int left, UnitSums<Stage>& c, float* to) {
   using S = OperandLayout<Stage>;
-  constexpr int kEach = Stage::kUnitFragments, kPeriod = Stage::kPeriod, kPack = Stage::Weights::kPack;
+  constexpr int kEach = Stage::kUnitFragments, kPeriod = Stage::kPeriod;
 #pragma unroll
   for (int f = 0; f < kFragments; f++) {
     int at = i * kFragments + f, fragment = kPeriod == 1 ? at : at % kEach;
     if (f == 0 || (kPeriod > 1 && fragment == 0)) {
       int end = f + kEach - fragment, last = kPeriod == 1 || end > kFragments ? kFragments : end;
-      multiply_run<Stage>(slot, x, f, last, fragment, c, [&](int n) {
-        int step = fragment * kPack + n;
-        return kKnown ? x.at(step) : x.load(step);
-      });
+      multiply_fragments<Stage, kKnown>(slot, x, f, last, fragment, c);
     }
     if (kPeriod > 1 && fragment == kEach - 1) {
       int done = at / kEach;
@@ -482,17 +489,6 @@ struct Reads {
     }
   }
 };
-
-// Fragments [first, last) of a ring slot, the unit's from number `fragment` on. kKnown: it is, and so are the operands'
-// registers.
-template <class Stage, bool kKnown>
-KOG_DEVICE void multiply_fragments(const SlotOf<Stage>& slot, const Operands<Stage>& x, int first, int last,
-                                   int fragment, UnitSums<Stage>& c) {
-  multiply_run<Stage>(slot, x, first, last, fragment, c, [&](int n) {
-    int step = fragment * Stage::Weights::kPack + n;
-    return kKnown ? x.at(step) : x.load(step);
-  });
-}
 
 // The sums of one period whose units are long and end within ring slots, of which `left` are there: for each unit a
 // loop of whole slots, so that code is no longer than units are many. `slot`: the one in hand, whose last fragments are

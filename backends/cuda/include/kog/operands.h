@@ -12,7 +12,8 @@
 //
 // Whole numbers (bytes.h) meet a token's bytes:
 //
-//   one token   as the columns [high, low] of each of a fragment's steps: a column without the step in hand has zeros
+//   one token   as the columns [high, low] of each of a fragment's steps: a column without the step in hand has zeros;
+//               where all steps share a scale as those of even and of odd steps, twice
 //   several     as the rows: the high bytes of each, then the low ones; the weights are the columns
 //
 // In scratch they are [step][high, low][thread of four][8 values], or [step][token][thread of four][high and low of

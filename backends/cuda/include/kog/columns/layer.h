@@ -12,7 +12,7 @@
 
 namespace kog::columns {
 
-// The stages that multiply x: what is staged serves either.
+// The stages that multiply x: what is staged serves either, or (kSameOperands) both.
 constexpr int kLayerK =
     QkvProj::kPaddedK > GateUpProj::kPaddedK ? QkvProj::kPaddedK : GateUpProj::kPaddedK;
 constexpr bool kSameOperands =
@@ -188,7 +188,7 @@ KOG_DEVICE void attend(Block& b, const LayerAhead& ahead) {
 // x of the half of the layer that the warp is in.
 template <class Stage>
 KOG_DEVICE void stage_half_for(Block& b, int half, LayerAhead& ahead) {
-  stage_streams<Stage, kLayerK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
+  stage_streams<Stage, kSameOperands ? kLayerK : Stage::kPaddedK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
                                            half == 0 ? layer_streams(b) : inner_streams(b),
                                            2 * b.layer + half, iteration_of(b) - 1 + half,
                                            [&] { take_ahead(b, ahead, half); }, [] {});
