@@ -530,7 +530,7 @@ PLANTED_IN_PAIRS = {
     "its operands' scale": ("x.odd ? next.scale : row.scale", "x.odd ? row.scale : next.scale"),
     "a fragment alone, in two threads": ("x.odd == (f % 2 != 0) ? sum", "true ? sum"),
     "even fragments alone": (
-        "multiply_pair_of_one<Stage, true>(slot, x, f, row, row_at(n + kPack), c)",
+        "multiply_pair_of_one<Stage, true>(slot, x, f, row, row_at(Weights::kPack), c)",
         "multiply_pair_of_one<Stage, false>(slot, x, f, row, row, c)",
     ),
 }

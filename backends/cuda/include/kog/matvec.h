@@ -376,36 +376,29 @@ KOG_DEVICE void multiply_steps(const SlotOf<Stage>& slot, const Operands<Stage>&
   }
 }
 
-// Fragments [first, last) of a ring slot, the unit's from number `fragment` on; row_at(i) of the i-th step from there.
-template <class Stage, class RowAt>
-KOG_DEVICE void multiply_run(const SlotOf<Stage>& slot, const Operands<Stage>& x, int first, int last, int fragment,
-                             UnitSums<Stage>& c, RowAt row_at) {
-  using Weights = typename Stage::Weights;
-  constexpr int kPack = Weights::kPack;
-#pragma unroll
-  for (int f = first; f < last; f++) {
-    int n = (f - first) * kPack;
-    if constexpr (Weights::kInteger && kColumns == 1 && kFragmentScales<Weights> == 1) {
-      auto row = row_at(n);
-      if (f % 2 == 0 && f + 1 < last)
-        multiply_pair_of_one<Stage, true>(slot, x, f, row, row_at(n + kPack), c);
-      else if (f % 2 == 0 || f == first)
-        multiply_pair_of_one<Stage, false>(slot, x, f, row, row, c);
-    } else {
-      multiply_steps<Stage>(slot, x, f, fragment + f - first, c, [&](int i) { return row_at(n + i); });
-    }
-  }
-}
-
 // Fragments [first, last) of a ring slot, the unit's from number `fragment` on. kKnown: it is, and so are the operands'
 // registers.
 template <class Stage, bool kKnown>
 KOG_DEVICE void multiply_fragments(const SlotOf<Stage>& slot, const Operands<Stage>& x, int first, int last,
                                    int fragment, UnitSums<Stage>& c) {
-  multiply_run<Stage>(slot, x, first, last, fragment, c, [&](int n) {
-    int step = fragment * Stage::Weights::kPack + n;
-    return kKnown ? x.at(step) : x.load(step);
-  });
+  using Weights = typename Stage::Weights;
+#pragma unroll
+  for (int f = first; f < last; f++) {
+    int number = fragment + f - first;
+    auto row_at = [&](int n) {
+      int step = number * Weights::kPack + n;
+      return kKnown ? x.at(step) : x.load(step);
+    };
+    if constexpr (Weights::kInteger && kColumns == 1 && kFragmentScales<Weights> == 1) {
+      auto row = row_at(0);
+      if (f % 2 == 0 && f + 1 < last)
+        multiply_pair_of_one<Stage, true>(slot, x, f, row, row_at(Weights::kPack), c);
+      else if (f % 2 == 0 || f == first)
+        multiply_pair_of_one<Stage, false>(slot, x, f, row, row, c);
+    } else {
+      multiply_steps<Stage>(slot, x, f, number, c, row_at);
+    }
+  }
 }
 
 // Multiply the period's ring slot i. kKnown: i is, and so are the operands' registers.

@@ -5,8 +5,8 @@
 // Stage::Weights says how they lie (kog_triton/schedule/cuda_weights.py): a fragment of codes is kPack steps of K, of
 // which kGranules parts have scales of their own, for kScaleRows rows. A step's codes of E4M3 become a fragment of
 // 16-bit values, others become bytes and meet bytes (kInteger, bytes.h), off by a power of two that the sums make good
-// (Stage::kSumUnit). What a granule's values sum up to, or bytes of one scale, is multiplied by its scale and added to the
-// unit's sums. Zero points and minimums multiply what operands of one scale sum up to.
+// (Stage::kSumUnit). What a granule's values sum up to, or bytes of one scale, is multiplied by its scale and added to
+// the unit's sums. Zero points and minimums multiply what operands of one scale sum up to.
 #pragma once
 #include <kog/codes.h>
 #include <kog/operands.h>

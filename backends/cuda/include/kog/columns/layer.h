@@ -188,10 +188,11 @@ KOG_DEVICE void attend(Block& b, const LayerAhead& ahead) {
 // x of the half of the layer that the warp is in.
 template <class Stage>
 KOG_DEVICE void stage_half_for(Block& b, int half, LayerAhead& ahead) {
-  stage_streams<Stage, kSameOperands ? kLayerK : Stage::kPaddedK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
-                                           half == 0 ? layer_streams(b) : inner_streams(b),
-                                           2 * b.layer + half, iteration_of(b) - 1 + half,
-                                           [&] { take_ahead(b, ahead, half); }, [] {});
+  constexpr int kStagedK = kSameOperands ? kLayerK : Stage::kPaddedK;
+  stage_streams<Stage, kStagedK, kLayerOwn>(b, half == 0 ? Step::kMlpOut : Step::kAttentionOut,
+                                            half == 0 ? layer_streams(b) : inner_streams(b),
+                                            2 * b.layer + half, iteration_of(b) - 1 + half,
+                                            [&] { take_ahead(b, ahead, half); }, [] {});
 }
 KOG_DEVICE void stage_half(Block& b, u32 second, LayerAhead& ahead) {
   int half = second != 0 ? 1 : 0;
