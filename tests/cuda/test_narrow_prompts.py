@@ -165,7 +165,7 @@ MULTIPLIED = [  # the case, and which of its kernels: of the smallest tiles and 
 UNREAD = ("fp8 blocks, odd sizes", "fp8 channels", "int8 channels")  # by any of the kernels
 # Cases whose K is in fewer than four parts: that of down_proj; that of qkv_proj and gate_up_proj.
 SHORT = ("int4 ", "mxfp4", "16 bits", "int8 zero points, then int4")
-HALVES = ("odd sizes", "units that end within ring slots")
+HALVES = ("odd sizes", "units that end within ring slots", "then int8 channels")
 
 
 def read_of(case):
