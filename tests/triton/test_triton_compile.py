@@ -267,8 +267,8 @@ def test_narrow_weights_compile(target, weights, spilled, products, least, repor
     assert report.count(r"LDG\.E\.(EF\.)?128.*|(buffer|global)_load_dwordx4.*") >= 100
 
 
-# Stack bytes and instructions of narrow weights (benchmarks/triton-log.md#narrow-columns). Always compiled are the small
-# model's steps for gfx942 and its chunks for sm_90.
+# Stack bytes and instructions of narrow weights (benchmarks/triton-log.md#narrow-columns). Always compiled are the
+# small model's steps for gfx942 and its chunks for sm_90.
 NARROW = {
     ("sm_90", "small, int4", "columns=4"): (SPILLED, 12_000),
     ("gfx942", "small, fp8", "columns=4"): (SPILLED, 20_000),
