@@ -115,7 +115,7 @@ class StreamWeights:
 
     @property
     def sum_bytes(self) -> int:
-        """Of what a token's whole numbers that share a scale sum up to, which weights with offsets ask for."""
+        """Of the sum of a token's whole numbers that share a scale: weights with offsets multiply it."""
         assert self.format
         return 0 if self.format.offset is Offset.NONE else 4
 

@@ -64,6 +64,8 @@ template <class Weights>
 constexpr int kSharedValues = Weights::kSharedSteps * kFragK;
 template <class Weights>
 constexpr int kFragmentScales = Weights::kPack / Weights::kSharedSteps;
+template <class Weights>
+constexpr bool kOneScale = kFragmentScales<Weights> == 1;
 // Where a token's `step` has its scale, and its sum behind all scales.
 template <class Stage>
 KOG_DEVICE int scale_index(int step, int token) {

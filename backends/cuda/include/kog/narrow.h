@@ -116,13 +116,13 @@ struct Offsets<Weights, kTwoRows, kOffsetZeroPoint> : Scales<Weights, kTwoRows, 
 template <class Weights, bool kTwoRows>
 struct Offsets<Weights, kTwoRows, kOffsetMinimum> : Scales<Weights, kTwoRows> {};
 
-// Those of a fragment; none where a row has one or weights are 16 bits wide.
+// A fragment's record, its scales and offsets; empty where a row has one scale or weights are 16 bits wide.
 template <class Weights, bool kTwoRows, bool kScaled = (Weights::kScaleRows > 0)>
-struct Beside {
-  KOG_DEVICE static Beside one_of(bool, const Beside&, const Beside&) { return {}; }
+struct FragmentRecord {
+  KOG_DEVICE static FragmentRecord one_of(bool, const FragmentRecord&, const FragmentRecord&) { return {}; }
 };
 template <class Weights, bool kTwoRows>
-struct Beside<Weights, kTwoRows, true> {
+struct FragmentRecord<Weights, kTwoRows, true> {
   static_assert(Weights::kRecordBytes == 4 || Weights::kRecordBytes % 8 == 0, "loads of scales are not aligned");
   static constexpr int kOffsetsAt = Weights::kScaleRows * Weights::kGranules * Weights::kScaleBytes;
   Scales<Weights, kTwoRows> scales;
@@ -141,8 +141,8 @@ struct Beside<Weights, kTwoRows, true> {
     if constexpr (Weights::kCodes == kUint4) return (8 - static_cast<int>(point)) * kTimes;
     return -(static_cast<int>(point ^ 0x80u) - 128);
   }
-  KOG_DEVICE static Beside one_of(bool first, const Beside& a, const Beside& b) {
-    Beside one;
+  KOG_DEVICE static FragmentRecord one_of(bool first, const FragmentRecord& a, const FragmentRecord& b) {
+    FragmentRecord one;
     constexpr auto kScaleWords = sizeof(one.scales.w) / sizeof(u32);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kScaleWords); i++) one.scales.w[i] = first ? a.scales.w[i] : b.scales.w[i];
@@ -161,7 +161,7 @@ struct Beside<Weights, kTwoRows, true> {
 template <class Weights, bool kTwoRows>
 struct SlotWeights {
   Fragment w[kFragments];
-  Beside<Weights, kTwoRows> beside[kFragments];
+  FragmentRecord<Weights, kTwoRows> records[kFragments];
 
   template <class Stage>
   KOG_DEVICE void take(Block& b, Ring& ring) {
@@ -178,7 +178,7 @@ struct SlotWeights {
     if constexpr (Weights::kScaleRows > 0) {
       const u8* record = ring.weights(b) + kWarps * kFragmentBytes + b.warp * Weights::kRecordBytes;
 #pragma unroll
-      for (int f = 0; f < kFragments; f++) beside[f].load(b, record + f * kFragmentOfAll<Weights>);
+      for (int f = 0; f < kFragments; f++) records[f].load(b, record + f * kFragmentOfAll<Weights>);
     }
     if (mine) ring.release(b);
   }
@@ -186,7 +186,11 @@ struct SlotWeights {
 template <class Stage>
 using SlotOf = SlotWeights<typename Stage::Weights, OperandLayout<Stage>::kTwoRows>;
 template <class Stage>
-using BesideOf = Beside<typename Stage::Weights, OperandLayout<Stage>::kTwoRows>;
+using RecordOf = FragmentRecord<typename Stage::Weights, OperandLayout<Stage>::kTwoRows>;
+
+// Sums of one unit, or of the one in hand of a period: of each set in two chains.
+template <class Stage>
+using UnitSums = float[OperandLayout<Stage>::kSets][2][4];
 
 // A row's sum over all of K as its weights' units and scale have it. `layer`: kLayers for the head.
 template <class Stage, class Item>

@@ -280,7 +280,6 @@ template <class Stage>
 struct Operands<Stage, true> {
   using S = OperandLayout<Stage>;
   static constexpr int kPack = Stage::Weights::kPack, kScales = kFragmentScales<typename Stage::Weights>;
-  static constexpr bool kOneScale = kScales == 1;
   static constexpr int kLast = Stage::kSteps;
   // Steps that one product takes, and products of a fragment (narrow.h).
   static constexpr int kAtOnce = Stage::Weights::kCodes == kE2m1 ? 1 : 2, kProducts = kPack / kAtOnce;
@@ -299,7 +298,7 @@ struct Operands<Stage, true> {
   KOG_DEVICE explicit Operands(const Block& b) {
     int first = b.warp % Stage::kParts * Stage::kSteps, column = b.in_warp / 4;
     staged = reinterpret_cast<const u32*>(b.scratch + Stage::kOperandsAt) +
-             (first + column / 2 % (kOneScale ? 2 : kPack)) * S::kStepWords + column % 2 * 8 + b.in_warp % 4 * 2;
+             (first + column / 2 % (kOneScale<typename Stage::Weights> ? 2 : kPack)) * S::kStepWords + column % 2 * 8 + b.in_warp % 4 * 2;
     scales = reinterpret_cast<const u32*>(b.scratch) + scale_index<Stage>(first, 0) + b.in_warp % 4 % kScales;
     product = column / 2 % kPack / kAtOnce;
     odd = b.in_warp % 2 != 0;
@@ -308,7 +307,7 @@ struct Operands<Stage, true> {
   // Of the fragment that begins with the step.
   KOG_DEVICE Row load(int step) const {
     Row row;
-    if constexpr (kOneScale) {
+    if constexpr (kOneScale<typename Stage::Weights>) {
 #pragma unroll
       for (int n = 0; n < kProducts; n++)
         row.w[n] = WordVector<2>::load(staged + (step + n * kAtOnce) * S::kStepWords);

@@ -1,6 +1,6 @@
 // What o_proj would multiply, as it lies in scratch; for a stage alone (stage.h).
 #pragma once
-#include <kog/operands.h>
+#include <kog/byte_products.h>
 
 namespace kog {
 
