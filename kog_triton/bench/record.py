@@ -1,7 +1,7 @@
 """The JSON of one run, as result.schema.json describes it, and where results are kept.
 
 benchmarks/results/<gpu>/<date>-<name>.json, or .json.xz where raw samples make it long, or the tree is short of room:
-`xzcat` shows it. A day's that take less room together are lines of <date>.jsonl.xz.
+`xzcat` shows it. Those that take less room together are lines of <date>.jsonl.xz.
 """
 
 import json
@@ -105,7 +105,7 @@ def record_files(folder: Path) -> list[Path]:
 
 
 def read_all(file: Path) -> list[Any]:
-    """The records of a file: a day's that were put together, `.jsonl.xz`, has one a line. OSError or ValueError if one
+    """The records of a file: one that was put together, `.jsonl.xz`, has one a line. OSError or ValueError if one
     is none."""
     if not file.name.endswith(".jsonl.xz"):
         return [read(file)]

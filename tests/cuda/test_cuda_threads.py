@@ -105,7 +105,8 @@ EDITS = (
     ),
     ("head.h", "    acquire_cache();\n  } else", "    acquire_cache(true);\n  } else"),
     ("head.h", "acquire_cache();  //", f"acquire_cache(!{chosen(2)});  //"),
-    ("decode.h", "acquire_cache();", f"acquire_cache(!{chosen(2)});"),
+    ("decode.h", "  else\n    acquire_cache();", f"  else\n    acquire_cache(!{chosen(2)});"),
+    ("decode.h", "    acquire_cache();\n  }", "    acquire_cache(true);\n  }"),
     (
         "words.h",
         "if (late[i] != 0) q[i] = load_relaxed4(address(i));",

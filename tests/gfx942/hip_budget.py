@@ -21,6 +21,7 @@ MODELS = ("llama-3.2-1b", "llama-3.1-8b", "laneformer-2b")
 LATENCY = 2.0  # us
 MOST_SLOTS = 0.6  # of those that a SIMD has while the memory brings the weights
 COVER = 1.5  # times what the memory could bring in LATENCY
+COVER_LEFT = 1.2  # times that, when a look for words is answered
 Row = dict[str, Any]
 
 
@@ -33,7 +34,7 @@ def counted(name: str) -> Row:
         stage: {
             "slots": round(seen.slots),
             "flying": seen.flying,
-            "mean": round(seen.mean),
+            "left": None if seen.left is None else round(seen.left),
             "bytes": round(one.bytes_of(stage)),
         }
         for stage, seen in one.stages.items()
@@ -45,7 +46,7 @@ def counted(name: str) -> Row:
 
 def kept() -> dict[str, Row]:
     """By model: the layers that ran, of how many; by stage bytes of weights of a block and run, slots of a SIMD, bytes
-    that a block has on their way at its waits, at most and in the mean."""
+    that a block has on their way at its waits, at most, and at least when a look is answered."""
     made: dict[str, Row] = json.loads(KEPT.read_text())
     return made
 
@@ -72,14 +73,6 @@ def of_layer(row: Row) -> list[str]:
     return [n for n in row["stages"] if n not in ("lm_head", "choice", "between", "once a launch")]
 
 
-def mean_of_layer(row: Row) -> float:
-    """Bytes on their way in the mean of a layer's waits: each stage counts as its bytes do."""
-    each = [row["stages"][n] for n in of_layer(row)]
-    return float(
-        sum(one["mean"] * one["bytes"] for one in each) / sum(one["bytes"] for one in each)
-    )
-
-
 def needed(row: Row) -> float:
     """Bytes that a block must have on their way for the bandwidth at LATENCY."""
     return BANDWIDTH * LATENCY * 1e-6 / float(row["blocks"])
@@ -97,10 +90,11 @@ def exceeded(row: Row) -> Iterator[str]:
             yield f"{name}: {flying:,} bytes on their way, {COVER * needed(row):,.0f} needed"
         if share_of_slots(row, name) > MOST_SLOTS:
             yield f"{name}: {share_of_slots(row, name):.0%} of the issue slots"
+    for name, one in row["stages"].items():
+        if one["left"] is not None and one["left"] < COVER_LEFT * needed(row):
+            yield f"{name}: {one['left']:,} bytes left on their way when a look is answered"
     if share_of_slots(row, "layer") > MOST_SLOTS:
         yield f"a layer: {share_of_slots(row, 'layer'):.0%} of the issue slots"
-    if mean_of_layer(row) < COVER * needed(row):
-        yield f"a layer: {mean_of_layer(row):,.0f} bytes on their way in the mean"
 
 
 def lines(name: str, row: Row) -> Iterator[str]:
@@ -109,19 +103,19 @@ def lines(name: str, row: Row) -> Iterator[str]:
         f"{row['spilled']} spilled; a block needs {needed(row):,.0f} bytes on their way"
     )
     head = f"  {'stage':<14}{'KB a block':>11}{'us':>8}{'slots':>8}{'of those there':>16}"
-    yield f"{head}{'bytes on their way':>20}{'times':>7}{'mean':>7}"
+    yield f"{head}{'bytes on their way':>20}{'times':>7}{'left':>7}"
     for stage, one in row["stages"].items():
         cells = f"  {stage:<14}"
         if one["bytes"]:
             cells += f"{one['bytes'] / 1024:>11.1f}{stage_us(row, stage):>8.2f}{one['slots']:>8,}"
             cells += f"{share_of_slots(row, stage):>16.0%}{one['flying']:>20,}{one['flying'] / needed(row):>7.1f}"
-            cells += f"{one['mean'] / needed(row):>7.1f}"
         else:
-            cells += f"{'':>19}{one['slots']:>8,}"
+            cells += f"{'':>19}{one['slots']:>8,}{'':>43}"
+        if one["left"] is not None:
+            cells += f"{one['left'] / needed(row):>7.1f}"
         yield cells
     yield (
-        f"  a layer        {share_of_slots(row, 'layer'):.0%} of the issue slots while its weights come,"
-        f" {mean_of_layer(row) / needed(row):.1f} times the bytes in the mean"
+        f"  a layer        {share_of_slots(row, 'layer'):.0%} of the issue slots while its weights come"
     )
     yield f"  beyond         {'; '.join(exceeded(row)) or 'nothing'}"
 

@@ -107,11 +107,6 @@ LISTS = "kLists = (kAllBlocks + kConsumers - 1) / kConsumers;"
 LISTS_OF_TWO = "kLists = kAllBlocks / 2;"
 
 PLANTED = {
-    # What threads of a wave publish is put off until others of it have seen it: they never do.
-    "threads go apart": (
-        "rejoin() { __builtin_amdgcn_wave_barrier(); }",
-        "rejoin() {}",
-    ),
     # Rows of the cache stay in one XCD's L2.
     "a cache row is not written through": ("store_scoped<kAgent>(p, v)", "*in_memory(p) = v"),
     # Words travel within an XCD.
@@ -136,7 +131,7 @@ def planted(fault: str, folder: Path) -> tuple[Path, ...]:
 
 
 # The others' kind is among the mutants that are always caught, or any request's tokens tell it.
-@pytest.mark.parametrize("fault", some_always(PLANTED, "threads go apart"))
+@pytest.mark.parametrize("fault", some_always(PLANTED, "words of a narrow scope"))
 def test_a_planted_fault_is_seen(fault, tmp_path):
     one = split_walk(planted(fault, tmp_path))
     steps = MOST_STEPS // 2  # three times what this request takes: what has no end, ends sooner

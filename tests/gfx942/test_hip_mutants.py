@@ -40,7 +40,7 @@ KINDS = [
     ("of a narrower scope", "qkv_rows", "store_relaxed"),  # a word
     ("of a narrower scope", "join_attention_out", "poll_until"),  # its reader
     ("of a narrower scope", "find_place", "store_relaxed"),  # where a workgroup lies
-    ("no wait for vmcnt", "head_rows", "multiply"),  # weights: a layer's come with the words that it waits for
+    ("no wait for vmcnt", "run_batch", "multiply"),  # weights
     ("no wait for lgkmcnt", "run_batch", "sum_of_parts"),  # partial sums
     ("no barrier", "run_batch", "sync_consumers"),
 ]  # fmt: skip
@@ -73,7 +73,7 @@ RANK_KINDS = [
 # Instructions that no request executes, by the functions that they stand in: at most so many. Waits that expire run in
 # test_hip_ranks.py; others are rare branches of what the requests do run.
 UNREACHED = {
-    "give_up": 970, "tell_best": 240, "attention": 220, "find_peaks": 170, "cut_depth": 170, "edit_logits": 120,
+    "give_up": 1030, "tell_best": 240, "attention": 220, "find_peaks": 170, "cut_depth": 170, "edit_logits": 120,
     "outcome_of": 110, "block_of": 90, "publish_best": 90, "draw": 60, "check_argmax": 50, "gather_candidates": 20,
     "stage_attention": 20, "join_mlp_out": 30, "find_place": 20, "end_step": 20, "head_rows": 10, "publish_ahead": 5,
     "join_attention_out": 3, "down_proj": 3, "": 5,
@@ -146,7 +146,7 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
     found = [m for m in tried("split") if place("split", m).endswith(where)]
     assert len(found) == 6 and not any(idle("split", mutant) for mutant in found)
     for mutant in found:
-        assert "lands ahead of its second" in caught("split", mutant, 24), mutant.named()
+        assert "lands ahead of its second" in caught("split", mutant, 96), mutant.named()
 
 
 MORE_ARGUED = ("laneformer", "heads", "many", "columns", "columns of waves")
@@ -172,11 +172,12 @@ def test_what_is_argued_about_is_there(case):
 
 def test_a_wait_that_other_ways_need_is_found_there():
     """Of a wait that is caught the walk says where, too; of one that is argued about nothing is touched."""
-    first = next(of_kind("no wait for vmcnt", "head_rows", "multiply"))
+    first = next(of_kind("no wait for vmcnt", "run_batch", "multiply"))
     assert explained("split", first).startswith("other ways need it: 0x")
     at_barrier = "no wait for lgkmcnt in find_place > sync_consumers"
-    waits = next(m for m in tried("wide") if place("wide", m) == at_barrier)
-    assert not needed("wide", waits) and list(kept("wide", waits)) == ["find_place"]
+    waits = [m for m in tried("wide") if place("wide", m) == at_barrier]
+    (argued,) = (m for m in waits if not needed("wide", m))
+    assert len(waits) == 3 and list(kept("wide", argued)) == ["find_place"]
 
 
 @pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))

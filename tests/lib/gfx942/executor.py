@@ -95,7 +95,8 @@ class Execution:
     touched: np.ndarray = field(repr=False)
     # [n, 3] at each wait, at most, in adversarial memory: of vmcnt, of lgkmcnt, loads of 16 bytes a lane
     in_flight: np.ndarray = field(repr=False)
-    # [n, 2] of each wait, there: how often it waited for what vmcnt counts, loads of 16 bytes a lane in flight then
+    # [n, 3] of each wait, there: how often it waited for what vmcnt counts; loads of 16 bytes a lane in flight then;
+    # how many it left
     weights: np.ndarray = field(repr=False)
 
 
@@ -234,7 +235,7 @@ class Kernel:
                     for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)
                 ),
                 self._counts(lib.gfx_in_flight(machine), ctypes.c_uint32, 3).reshape(-1, 3),
-                self._counts(lib.gfx_weights(machine), each=2).reshape(-1, 2),
+                self._counts(lib.gfx_weights(machine), each=3).reshape(-1, 3),
             )
         finally:
             lib.gfx_free(machine)

@@ -1,6 +1,7 @@
 """A model of full width and few layers, whose HIP kernel walks one token in the executor: what every stage issues and
 has in flight. Its weights are zeros that take no memory; values do not matter here, instructions do."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ SLOW = (  # issued at a quarter of the rate, on CDNA3 as on CDNA2
 STAGES = {
     "qkv_proj": "qkv_proj",
     "attention": "attention",
-    "stage_attention<OProj>": "attention",
+    "stage_attention": "attention",
     "o_proj": "o_proj",
     "join_attention_out": "o_proj",
     "gate_up_proj": "gate_up_proj",
@@ -48,12 +49,13 @@ class StageUse:
 
     slots   instructions issued, those of a quarter's rate as four; a wait's first look is in, all others are not
     flying  bytes of weights that a block has on their way at most as it waits for anything in this stage
-    mean    the same of all its waits for memory, each as long as any other; of a wait for words the first look
+    left    the least that a look for words leaves on its way when it is answered, of those that weights are asked for
+            behind; None if there are none
     """
 
     slots: float
     flying: int
-    mean: float
+    left: float | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,18 @@ def awaits(chain: Chain) -> bool:
     return any(name.startswith("poll") for name in chain)
 
 
+def looks_between(chain: Chain) -> int:
+    """Which look for words with weights behind, from one on; 0 if it is none."""
+    return sum(name.startswith("late_between") for name in chain)
+
+
+def looks_again(chain: Chain) -> bool:
+    """Whether it is of a later look than a wait's first, but for the weights behind."""
+    if looks_between(chain):
+        return looks_between(chain) > 1 and not any(name.startswith("take") for name in chain)
+    return any(name.startswith("poll_until") and "Part<" in name for name in chain)
+
+
 def narrowed(name: str) -> ModelSpec:
     """The model of that name with few layers."""
     whole = named_shape(name)
@@ -137,16 +151,14 @@ def use(name: str) -> Use:
     names, places = one.kernel.mnemonics(), chains(one.kernel.code_object, KERNEL)
     slots: Counter[str] = Counter()
     flying: Counter[str] = Counter()
-    waited: Counter[str] = Counter()
-    on_way: Counter[str] = Counter()
+    left: dict[str, float] = {}
     for i, chain in enumerate(places):
         stage, count = stage_of(chain), int(one.last.executed[i])
-        waits, wide = (int(n) for n in one.last.weights[i])
+        waits, behind = int(one.last.weights[i, 0]), int(one.last.weights[i, 2])
+        if waits and looks_between(chain):
+            left[stage] = min(left.get(stage, math.inf), behind / waits)
         if awaits(chain):
-            count, looks = min(count, layers * waves), min(waits, layers * waves)
-            waits, wide = looks, looks * int(one.last.in_flight[i, 2])
-        waited[stage] += waits
-        on_way[stage] += wide
+            count = 0 if looks_again(chain) else min(count, layers * waves)
         slots[stage] += count * (4 if names[i].startswith(SLOW) else 1)
         flying[stage] = max(flying[stage], int(one.last.in_flight[i, 2]))
     facts = one.kernel.code_object.kernels[KERNEL]
@@ -156,7 +168,7 @@ def use(name: str) -> Use:
         stage: StageUse(
             slots[stage] / runs[stage] / (4 * lo.num_blocks),
             flying[stage] * a_block,
-            on_way[stage] / max(waited[stage], 1) * a_block,
+            left[stage] * a_block if stage in left else None,
         )
         for stage in slots
     }

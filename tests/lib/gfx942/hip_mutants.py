@@ -102,7 +102,7 @@ COLUMNS = {
     "columns of waves": "waves",
     "columns of heads": "heads",
 }  # the specs, of hip_column_requests.py
-JOINED = "run_layers_ahead > run_layer > attention > join_splits > join_many > sync_consumers"
+JOINED = "run_layers_between > run_layer > attention > join_splits > join_many > sync_consumers"
 SUMS_BEHIND = "a wave's part of a sum of squares is read behind the next barrier, ahead of which all wait for LDS again"
 OF_MANY = "up to 64 blocks are one wave's (of 'many' caught)"
 # Survivors of "split", and others, that were read: why no run of that object can tell them, or what would have to be
@@ -129,8 +129,8 @@ ARGUED = {
     "global_load_dword of a narrower scope in run_head > choose > edit_logits > completes > load_relaxed > load_scoped":
     "as its store",
     "no wait for lgkmcnt in run_head > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
-    "no wait for lgkmcnt in run_layers_ahead > qkv_proj > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
-    "no wait for lgkmcnt in run_layers_ahead > run_layer > gate_up_proj > stage_x > sync_staged > sync_consumers":
+    "no wait for lgkmcnt in run_layers_between > qkv_proj > stage_x > sync_staged > sync_consumers": SUMS_BEHIND,
+    "no wait for lgkmcnt in run_layers_between > run_layer > gate_up_proj > stage_x > sync_staged > sync_consumers":
     SUMS_BEHIND,
     "no wait for lgkmcnt in find_place > sync_consumers": OF_MANY,
     "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
@@ -140,8 +140,8 @@ OF_SPLIT = (
 )
 NO_ROWS = "of a block without rows, which reads nothing that it staged"
 OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
-ATTENTION = "run_layers_ahead > run_layer > attention > walk_split > walk_span"
-QKV_ROWS = "run_layers_ahead > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
+ATTENTION = "run_layers_between > run_layer > attention > walk_split > walk_span"
+QKV_ROWS = "run_layers_between > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
 STORES = "receive > append > each > operator() > store_cache > store_scoped"
 OF_WAVES = "what the waves of a block share is one wave's here (of 'columns of waves' caught)"
 THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
@@ -184,7 +184,7 @@ ARGUED_OF = {
     "laneformer": {
         f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
         f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
-        "no barrier in run_layers_ahead > run_layer > gate_up_proj > gate_up_rows > normed_rows > run_rows"
+        "no barrier in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows > run_rows"
         " > sync_consumers": NO_ROWS,
         "no wait for lgkmcnt in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
         "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
@@ -210,7 +210,7 @@ ARGUED_OF = {
         f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
         "no wait for lgkmcnt in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
         "a wait for lgkmcnt but one in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
-        "a wait for lgkmcnt but one in run_layers_ahead > run_layer > gate_up_proj > gate_up_rows > normed_rows"
+        "a wait for lgkmcnt but one in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows"
         " > run_rows > sync_consumers": NO_ROWS,
         f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
         "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' and 'heads' catch it",
@@ -235,7 +235,7 @@ ARGUED_OF = {
 }  # fmt: skip
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
 OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
-WALK = ("consume", "run_steps", "run", "run_step")  # what everything stands in
+WALK = ("consume", "run_steps", "run", "run_step", "run_step_between")  # what everything stands in
 # Times the instructions that a request takes: then a run has no end. Waves that are held back have others poll: of
 # 'heads' 6.1 times as many in one run of 64.
 LIMIT = 8

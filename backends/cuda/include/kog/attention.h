@@ -119,11 +119,11 @@ KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 
 }
 
 // Wait for the attention's output, joining its splits if they are few, and stage it for Stage.
-template <class Stage>
-KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
+template <class Stage, class Between = NothingBetween>
+KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase, Between between = {}) {
   int length = position + 1 - first_position(position, kWindows[b.layer]);
   int used = splits_in_use(length);
-  if (used > kMerged) return stage_words<Stage, AttentionWords>(b, step, join_phase(b));
+  if (used > kMerged) return stage_words<Stage, AttentionWords>(b, step, join_phase(b), between);
   // Words of each split, and the logarithms of all. Eight values a thread where each has some, else four: half as many
   // joins and shuffles (benchmarks/cuda-log.md#narrow-32b).
   constexpr int kValues = Stage::kPaddedK >= 8 * kConsumers ? 8 : 4;
@@ -147,8 +147,8 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
   }
   poll_until(
       b, step, [&] { return word_index(b, split_words(b, in.value(0) / kHeadDim / kQueries, 0, 0)); },
-      phase, [&] {
-        u32 bad = 0;
+      phase,
+      [&] {
 #pragma unroll
         for (int i = 0; i < In::kCount; i++) {
           int value = in.value(i), query_head = value / kHeadDim;
@@ -159,6 +159,9 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
             if (late[i][s] != 0) load_row(from, w[i][s]);
           if (late[i][kMerged] != 0) logarithms[i] = load_relaxed4(tops_of(b, head, query, 0));
         }
+      },
+      [&] {
+        u32 bad = 0;
 #pragma unroll
         for (int i = 0; i < In::kCount; i++) {
           u32 there = in.value(i) < Stage::kCols ? 1 : 0, late_tops = 0;
@@ -172,7 +175,8 @@ KOG_DEVICE void stage_attention(Block& b, Step step, int position, u32 phase) {
           bad |= late[i][kMerged];
         }
         return bad;
-      });
+      },
+      between);
 #pragma unroll
   for (int i = 0; i < In::kCount; i++) {
     float top[kMerged];

@@ -111,7 +111,7 @@ struct Block {
   }
 };
 
-// A wait of a whole warp, once its first try has failed. The watchdog (watchdog.h) bounds it: what
+// A wait of a whole warp, or of a wave, once its first try has failed. The watchdog (watchdog.h) bounds it: what
 // every wait needs in line is one word of shared memory to look at.
 KOG_DEVICE void begin_wait(const Block& b) {
   if (b.in_warp == 0) store_volatile(&b.small->waits[b.warp], static_cast<u32>(clock_ticks()) | 1);
@@ -123,9 +123,9 @@ KOG_DEVICE bool must_leave(const Block& b) { return load_volatile(&b.small->leav
 // Whether to end the wait in vain. The first thread of the expired wait whose own word is stale reports
 // it; `word_index` is the first word that it waits for, by its number, or the ring's slot. Word 7 says that
 // it was reported: the wait may have ended meanwhile, and the warp stand in another.
-KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32 wanted) {
-  watch_own_wait(b);
-  if (!any_in_warp(must_leave(b))) return false;
+KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32 wanted, bool late) {
+  watch_own_wait(b, late);
+  if (!any_in_wave(must_leave(b))) return false;
   if (load_volatile(&b.small->waits[b.warp]) == kExpired && seen != wanted &&
       compare_and_swap(b.p.error + 7, 0, 1) == 0) {
     store_relaxed(b.p.error + 2, static_cast<u32>(step));
@@ -136,6 +136,9 @@ KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32
     store_relaxed(b.p.error + 6, wanted);
   }
   return true;
+}
+KOG_DEVICE bool give_up(const Block& b, Step step, u32 word_index, u32 seen, u32 wanted) {
+  return give_up(b, step, word_index, seen, wanted, seen != wanted);
 }
 
 // When a warp passed a point of the walk, and how long it had waited for weights, and for other ranks, by then.

@@ -18,10 +18,26 @@ KOG_DEVICE void begin_step(Block& b, Walk& walk, const StepOrder& order) {
   walk.embedded.load(b, token > 0 ? token : 0);  // below 0: the request ends, and why
 }
 
+// What run_step does, where weights are asked for between the looks of waits: the head's, too.
+KOG_DEVICE void run_step_between(Block& b, Walk& walk, const StepOrder& order) {
+  run_layers_between(b, walk);
+  if (order.has_head(b)) {
+    HeadWeights weights;
+    join_mlp_out(b, walk, taken_between(b, walk.ring, 0, Part<HeadWeights, 0, HeadWeights::kCount>{weights}));
+    b.layer++;
+    run_head(b, walk, b.small->position, weights);
+  } else {
+    join_mlp_out(b, walk);
+    b.layer++;
+    acquire_cache();
+  }
+}
+
 // All layers of one token, and the head if its logits are wanted.
 KOG_DEVICE void run_step(Block& b, Walk& walk, const StepOrder& order) {
   select_request(b, order.of(b), order.position(b));
   walk.ring.begin_token();
+  if constexpr (kLeastOnWay > 0) return run_step_between(b, walk, order);
   walk.embedded.unpack(b, walk.x);
   if constexpr (Ahead<QkvProj, true>::kCount > 0)
     run_layers_ahead(b, walk);

@@ -86,10 +86,10 @@ KOG_DEVICE void stage_mask(Block& b, Rows rows, int made, u32* bits) {
     u64 word = epoch << 32;
     auto ask = [&] {
       if (i < count) word = load_system(words + i);
-      return any_in_warp(word >> 32 < epoch);
+      return any_in_wave(word >> 32 < epoch);
     };
     if (ask()) {
-      begin_wait(b);
+      if (late_itself(word >> 32 < epoch)) begin_wait(b);
       while (!give_up(b, Step::kMask, static_cast<u32>(rows.first / 32 + i),
                       static_cast<u32>(word >> 32), static_cast<u32>(epoch)) &&
              ask()) {

@@ -50,8 +50,8 @@ KOG_DEVICE float* kept_logits(const Block& b, u32 flags, int heads) {
 
 // Logits and the token that all blocks agree on, and acquire_cache; the host's word is asked for by one
 // thread of all. `kMix` false: the lanes' mix is there already, in x or in its words.
-template <bool kMix = kMixes>
-KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
+template <bool kMix = kMixes, class Taken = NothingAhead>
+KOG_DEVICE void run_head(Block& b, Walk& walk, int position, const Taken& ahead = {}) {
   u32 control = 0;
   stamp(b, Point::kStart);
   if (b.block == 0 && b.thread == 0) control = static_cast<u32>(load_system(b.p.mailbox));
@@ -65,7 +65,7 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   }
   u32 flags = b.request[Request::kFlags];
   Candidate mine = nobody();
-  head_rows(b, walk, held_operands<LmHead>(b), [&](const Item&, int id, float logit) {
+  head_rows(b, walk, held_operands<LmHead>(b), ahead, [&](const Item&, int id, float logit) {
     if ((flags & (kAllLogits | kWantsMore)) != 0) kept_logits(b, flags, walk.heads)[id] = logit;
     if ((flags & kEdited) == 0) compete(mine, b.request, logit, id, position + 1);
   });
@@ -78,7 +78,9 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position) {
   } else {
     publish_candidate(b, walk.heads, control);
     acquire_cache();  // while the others' candidates are on their way
+    auto first = fetch_first(b);
     gather_candidates(b, walk.heads);
+    first.there();
   }
   stamp(b, Point::kAttention);
 }

@@ -59,8 +59,8 @@ struct Inputs {
 };
 
 // Wait for Stage's inputs, the lane's pair words of a region, and stage them.
-template <class Stage, class Words>
-KOG_DEVICE void stage_words(Block& b, Step step, u32 phase) {
+template <class Stage, class Words, class Between = NothingBetween>
+KOG_DEVICE void stage_words(Block& b, Step step, u32 phase, Between between = {}) {
   constexpr int kCount = Inputs<Stage>::kCount, kWords = (Stage::kCols + 1) / 2;
   Inputs<Stage> in(b);
   int at[kCount];
@@ -70,7 +70,7 @@ KOG_DEVICE void stage_words(Block& b, Step step, u32 phase) {
     int value = in.value(i);
     at[i] = value < Stage::kPaddedK ? value / 2 : kWords;
   }
-  poll<kWords>(b, step, lane_words<Words>(b), at, phase, q);
+  poll<kWords>(b, step, lane_words<Words>(b), at, phase, q, between);
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
     u32 w[4];

@@ -5,6 +5,7 @@
 //
 // The 1 / rms of a norm is applied to the result: the multiplication starts before it is known.
 #pragma once
+#include <kog/between.h>
 #include <kog/join.h>
 #include <kog/produce.h>
 #include <kog/residual.h>
@@ -85,19 +86,22 @@ KOG_DEVICE void o_proj(Block& b, Walk& walk, const Ahead<OProj>& ahead) {
   stamp(b, Point::kOProj);
 }
 
-KOG_DEVICE void join_attention_out(Block& b, Walk& walk) {
-  attention_out(b, walk).join(Step::kAttentionOut, walk.x);
+template <class Between = NothingBetween>
+KOG_DEVICE void join_attention_out(Block& b, Walk& walk, Between between = {}) {
+  attention_out(b, walk).join(Step::kAttentionOut, walk.x, between);
   if (b.layer == kLayers - 1) drain_stores();  // rows of the cache, ahead of the barriers before their release
   stamp(b, Point::kAttentionOut);
 }
 
 // To the words of its outputs. In the last layer the threads that send rows release this token's rows of the
 // cache, while they would wait for inputs, behind the barriers of all who append (docs/SYNC.md, Fences).
-KOG_DEVICE void down_proj(Block& b, Walk& walk, const Ahead<DownProj, true>& ahead) {
+using DownWeights = Ahead<DownProj, true>;
+KOG_DEVICE void down_proj(Block& b, Walk& walk, DownWeights& ahead) {
+  auto between = taken_between(b, walk.ring, b.layer, Part<DownWeights, 0, DownWeights::kCount>{ahead});
   b.begin_stage();
   bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
   if (b.layer == kLayers - 1 && sends) release_gpu();  // pairs with acquire_cache
-  stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, phase_of(walk.iteration));
+  stage_words<DownProj, MlpWords>(b, Step::kDownProjInput, phase_of(walk.iteration), between);
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, walk.gain);
   b.begin_stage();
@@ -106,44 +110,55 @@ KOG_DEVICE void down_proj(Block& b, Walk& walk, const Ahead<DownProj, true>& ahe
 }
 
 // Ends the layer.
-KOG_DEVICE void join_mlp_out(Block& b, Walk& walk) {
-  mlp_out(b, walk).join(Step::kMlpOut, walk.x);
+template <class Between = NothingBetween>
+KOG_DEVICE void join_mlp_out(Block& b, Walk& walk, Between between = {}) {
+  mlp_out(b, walk).join(Step::kMlpOut, walk.x, between);
   stamp(b, Point::kMlpOut);
   count_join(b, b.small->position);
   walk.iteration++;
 }
 
+using QkvWeights = Ahead<QkvProj, true>;
 using OWeights = Ahead<OProj>;
-// So many of o_proj's weights are taken behind qkv_proj's, where those alone are fewer than kLeastOnWay; and as many of
-// gate_up_proj's are left for the wait behind o_proj.
-constexpr int kQkvAhead = Ahead<QkvProj, true>::kCount;
-constexpr int kBehindQkv = kStreams && OWeights::kWhole && kQkvAhead > 0 && kQkvAhead < kLeastOnWay
-                               ? kLeast<kLeastOnWay - kQkvAhead, OWeights::kCount>
+using GateUpWeights = Ahead<GateUpProj>;
+// Weights are taken in the order of the walk, as many as there are registers for. Behind qkv_proj's come o_proj's, up to
+// twice kLeastOnWay: a piece for each of two looks; then, while some blocks attend, the others of o_proj's and
+// gate_up_proj's, of which kLeastOnWay are left for the wait behind o_proj.
+constexpr int kQkvAhead = QkvWeights::kCount;
+constexpr bool kFarAhead = kStreams && OWeights::kWhole;
+constexpr int kBehindQkv = kFarAhead && kQkvAhead > 0 && kQkvAhead < 2 * kLeastOnWay
+                               ? kLeast<2 * kLeastOnWay - kQkvAhead, OWeights::kCount>
                                : 0;
+constexpr int kRoomEarly =
+    kLeast<kMostAheadOf<GateUpProj::Weights> - OWeights::kCount, GateUpWeights::kCount - kLeastOnWay>;
+constexpr int kEarly = kFarAhead && kRoomEarly > 0 ? kRoomEarly : 0;  // of gate_up_proj's
+// Ahead of attention's wait, by those who wait for no head.
+constexpr int kOAtAttention = kLeast<kBehindQkv + kAtAttention, OWeights::kCount>;
+constexpr int kOfGateUp = kLeast<kBehindQkv + kAtAttention - kOAtAttention,
+                                 kEarly + OWeights::kCount - kOAtAttention - kLeastOnWay>;
+constexpr int kGateUpAtAttention = kOfGateUp > 0 ? kLeast<kOfGateUp, kEarly> : 0;
 
 // From the words of q, k and v to those of the layer's outputs.
 KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights) {
+  GateUpWeights gate_up_weights;
   b.begin_stage();
+  auto rest = taken_at_attention(b, walk.ring, b.layer, Part<OWeights, kBehindQkv, kOAtAttention>{o_weights},
+                                 Part<GateUpWeights, 0, kGateUpAtAttention>{gate_up_weights});
   attention(b, b.small->position, phase_of(walk.iteration));
   stamp(b, Point::kAttention);
-  // While some blocks attend the rings fill up: behind all of o_proj's weights the next stage's are taken,
-  // as many as there are registers for, and the others when those are free.
-  using GateUpWeights = Ahead<GateUpProj>;
-  constexpr int kLeft = kLeast<kMostAheadOf<GateUpProj::Weights> - OWeights::kCount, GateUpWeights::kCount - kLeastOnWay>;
-  constexpr int kEarly = kStreams && OWeights::kWhole && kLeft > 0 ? kLeft : 0;
-  GateUpWeights gate_up_weights;
-  o_weights.template take<kBehindQkv, OWeights::kCount, kStreams>(b, walk.ring, b.layer);
-  gate_up_weights.template take<0, kEarly, kStreams>(b, walk.ring, b.layer);
+  rest.take();
+  auto early = taken_between(b, walk.ring, b.layer,
+                             Part<OWeights, kOAtAttention, OWeights::kCount, kStreams>{o_weights},
+                             Part<GateUpWeights, kGateUpAtAttention, kEarly, kStreams>{gate_up_weights});
   b.begin_stage();
-  stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(walk.iteration));
+  stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(walk.iteration), early);
   stamp(b, Point::kOProjInput);
   o_proj(b, walk, o_weights);
-  gate_up_weights.template take<kEarly, GateUpWeights::kCount, kStreams>(b, walk.ring, b.layer);
-  join_attention_out(b, walk);
+  using Late = Part<GateUpWeights, kEarly, GateUpWeights::kCount, kStreams>;
+  join_attention_out(b, walk, taken_between(b, walk.ring, b.layer, Late{gate_up_weights}));
   gate_up_proj(b, walk, gate_up_weights);
   stamp(b, Point::kGateUpProj);
-  Ahead<DownProj, true> down_weights;
-  down_weights.take(b, walk.ring, b.layer);
+  DownWeights down_weights;
   down_proj(b, walk, down_weights);
 }
 
@@ -164,27 +179,43 @@ KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
 // pass of the loop: a register that lived from one pass to the next would be spilled.
 KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
   b.layer = 0;
-  OWeights o_weights;
-  if constexpr (kBehindQkv > 0) {
-    Ahead<QkvProj, true> qkv_weights;
-    qkv_weights.take(b, walk.ring, 0);
-    o_weights.template take<0, kBehindQkv, false>(b, walk.ring, 0);
-    qkv_proj(b, walk, qkv_weights);
-  } else {
-    qkv_proj(b, walk, NothingAhead());
-  }
+  qkv_proj(b, walk, NothingAhead());
   while (true) {
+    OWeights o_weights;
     run_layer(b, walk, o_weights);
     if (b.layer == kLayers - 1) break;
-    Ahead<QkvProj, true> qkv_weights;
+    QkvWeights qkv_weights;
     qkv_weights.take(b, walk.ring, b.layer + 1);
-    o_weights.template take<0, kBehindQkv, false>(b, walk.ring, b.layer + 1);
     join_mlp_out(b, walk);
     b.layer++;
     qkv_proj(b, walk, qkv_weights);
   }
   join_mlp_out(b, walk);
   b.layer++;
+}
+// All layers but for the last one's join, every wait with the weights behind it between its looks. The first layer's are
+// asked for ahead of what is made of the embedding, which comes at the same time.
+KOG_DEVICE void run_layers_between(Block& b, Walk& walk) {
+  have_come(walk.gain);  // of the first layer, in no pass of the loop
+#pragma unroll 1
+  for (int layer = 0; layer < kLayers; layer++) {
+    QkvWeights qkv_weights;
+    OWeights o_weights;
+    auto next = taken_between(b, walk.ring, layer, Part<QkvWeights, 0, kQkvAhead>{qkv_weights},
+                              Part<OWeights, 0, kBehindQkv>{o_weights});
+    if (layer == 0) {
+      next.take_all();
+#pragma unroll
+      for (uint2& w : walk.embedded.w) w = {unknown(w.x), unknown(w.y)};  // not looked at ahead of that
+      walk.embedded.unpack(b, walk.x);
+    } else {
+      join_mlp_out(b, walk, next);
+    }
+    b.layer = layer;
+    qkv_proj(b, walk, qkv_weights);
+    run_layer(b, walk, o_weights);
+    have_come(walk.gain);
+  }
 }
 
 }  // namespace kog

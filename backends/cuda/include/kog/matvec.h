@@ -138,7 +138,6 @@ template <class Weights>
 constexpr int kMostAheadOf = Weights::kPack == 1
                                  ? kMostAhead
                                  : (kAheadWords - kUnpackingWords) / (kFragments * (kThreadWords + Weights::kGranules));
-constexpr int kLeastOnWay = 0;  // at a wait: the ring is what keeps the memory busy
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 template <class Stage, bool kAllOrNone = false>
@@ -178,6 +177,9 @@ struct Ahead {
     return i < kSureSlots || i * kFragments < fragments_of<Stage>(b.group_index, layer);
   }
 };
+// What was asked for ahead of weights that have come: a scoreboard knows that it has, too.
+template <class T>
+KOG_DEVICE void have_come(const T&) {}
 // The first kCount units, of kUnitSlots ring slots each, of a stage of columns, all of whose operands are held.
 template <class Stage, int kUnitsAhead, int kUnitSlots>
 struct Taken {

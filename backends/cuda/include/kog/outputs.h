@@ -75,12 +75,12 @@ KOG_DEVICE void module_rows(Block& b, Walk& walk, const Operands<Stage>& x, cons
 }
 
 // Of the head: take(item, id, logit) of each id of the block's.
-template <class Walk, class Take>
-KOG_DEVICE void head_rows(Block& b, Walk& walk, const Operands<LmHead>& x, Take take) {
+template <class Walk, class Ahead, class Take>
+KOG_DEVICE void head_rows(Block& b, Walk& walk, const Operands<LmHead>& x, const Ahead& ahead, Take take) {
   float scale = kNormedMix ? 1.f : 0.f;
   int first = first_id(b);
   run_rows<LmHead>(
-      b, walk, [&] { return head_units(b); }, x, NothingAhead(), [](int, const Item&) { return 0; },
+      b, walk, [&] { return head_units(b); }, x, ahead, [](int, const Item&) { return 0; },
       [&](const Item& item, float sum, int) {
         if (scale == 0) scale = inverse_rms(b, item.column);
         float logit = scaled_sum<LmHead>(b, item, sum, kLayers) * scale;

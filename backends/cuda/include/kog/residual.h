@@ -55,8 +55,9 @@ KOG_DEVICE void load_gains(const Block& b, int norm, float (&gain)[kHeld]) {
 
 // x += the words of some lanes' vectors, one's or those of kCount lanes from `lane` on in their order, once all of this
 // warp's carry the phase.
-template <int kCount = 1, int kStride = 0>
-KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld], int lane = 0) {
+template <int kCount = 1, int kStride = 0, class Between = NothingBetween>
+KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&x)[kHeld], int lane = 0,
+                       Between between = {}) {
   constexpr int kVectors = kCount * kGroups;
   int at[kVectors];
   uint4 q[kVectors];
@@ -68,7 +69,7 @@ KOG_DEVICE void gather(Block& b, Step step, const u32* base, u32 phase, float (&
       [&](int i, int j) {  // vectors begin at multiples of 4
         return at[i] + (kHidden % 4 == 0 ? 0 : j) < kHidden ? 1u : 0u;
       },
-      phase, q, [&](int i) { return kCount > 1 && lane_of_peer(b, lane + i / kGroups); });
+      phase, q, [&](int i) { return kCount > 1 && lane_of_peer(b, lane + i / kGroups); }, between);
 #pragma unroll
   for (int i = 0; i < kVectors; i++)
 #pragma unroll
@@ -154,7 +155,7 @@ struct Module {
 #pragma unroll
     for (int j = 0; j < kLanes; j++)
       if (need(j)) bad |= (asked.old[j] ^ phase) & 1;
-    if (any_in_warp(bad != 0))
+    if (any_in_wave(bad != 0))
       poll_words(
           b, Step::kDelayedOutputs, [&](int j) { return delayed(iteration - kDelay, j, item.row); }, need,
           phase, asked.old, [&](int j) { return lane_of_peer(b, j); });
@@ -162,8 +163,10 @@ struct Module {
   }
 
   // x joined with the module's outputs of the lane, or of all lanes.
-  KOG_DEVICE void join(Step step, float (&x)[kHeld]) const {
+  template <class Between>
+  KOG_DEVICE void join(Step step, float (&x)[kHeld], Between between) const {
     if (kHasNow && how == kNow) {
+      between.take_all();
       const u32* base = b.p.words + Now::kOffset + (counts.now & 1) * kLanes * Now::kStride;
       u32 phase = phase_of(counts.now >> 1);
 #pragma unroll 1
@@ -171,7 +174,7 @@ struct Module {
         gather<kLanesAtOnce, Now::kStride>(b, step, base + j * Now::kStride, phase, x, j);
       counts.now++;
     } else {
-      gather(b, step, lane_words<Own>(b), phase_of(counts.own(iteration)), x);
+      gather(b, step, lane_words<Own>(b), phase_of(counts.own(iteration)), x, 0, between);
     }
     drop_phase_bit(x);
   }

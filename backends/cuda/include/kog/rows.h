@@ -53,6 +53,7 @@ KOG_DEVICE void run_batch(Block& b, Walk& walk, Which which, const Operands<Stag
     after(mine.item(b, r), sum, asked[r]);
     done(mine.number(r));
   }
+  have_come(asked);
   rejoin();
   if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read
 }

@@ -84,7 +84,6 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       gate_up_proj(b, walk, gate_up_weights);
       break;
     case StageId::kDownProj:
-      down_weights.take(b, walk.ring, b.layer);
       down_proj(b, walk, down_weights);
       join_mlp_out(b, walk);
       break;

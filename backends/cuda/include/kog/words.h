@@ -111,17 +111,39 @@ struct OfThisRank {
   KOG_DEVICE bool operator()(int) const { return false; }
 };
 
-// Until no thread's ask() finds words that lack the phase: it returns what differs of theirs, 0 or 1,
-// and asks again only for those: polls and weights share the way from the L2. One loop: the code that
+// What is asked for between the looks of a wait, in so many pieces: here nothing (hip/include/kog/between.h has others).
+struct NothingBetween {
+  static constexpr int kPieces = 0;
+  KOG_DEVICE void take_all() {}
+};
+// Looks with a piece behind each, until the words are there; then the other pieces alone. Whether words are late.
+template <int kPiece, class Look, class Late, class Between>
+KOG_DEVICE bool late_between(Look look, Late late, Between& between, bool waits) {
+  if constexpr (kPiece == Between::kPieces) {
+    return waits;
+  } else {
+    if (waits) look();
+    between.template take<kPiece>();
+    if (waits) waits = any_in_wave(late() != 0);
+    return late_between<kPiece + 1>(look, late, between, waits);
+  }
+}
+
+// Until no thread's late() finds words that lack the phase: it returns what differs of theirs, 0 or 1, and
+// look() asks again only for those: polls and weights share the way from the L2. One loop: the code that
 // runs once the words are there has been fetched while they were not.
-template <class WordIndex, class Ask>
-KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase, Ask ask) {
+template <class WordIndex, class Look, class Late, class Between = NothingBetween>
+KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase, Look look, Late late,
+                           Between between = {}) {
   rejoin();
+  if constexpr (Between::kPieces > 0)
+    if (!late_between<0>(look, late, between, true)) return;
 #pragma unroll 1
   for (bool waits = false;; waits = true) {
-    u32 bad = ask();
-    if (!any_in_warp(bad != 0)) break;
-    if (!waits) begin_wait(b);
+    look();
+    u32 bad = late();
+    if (!any_in_wave(bad != 0)) break;
+    if (!waits && late_itself(bad != 0)) begin_wait(b);
     if (give_up(b, step, word_index(), phase ^ bad, phase)) break;
   }
   end_wait(b);
@@ -129,9 +151,9 @@ KOG_DEVICE void poll_until(Block& b, Step step, WordIndex word_index, u32 phase,
 
 // N vectors of 4 words a thread: address(i) is where; need(i, j) is 1 if word j of it is waited for, else
 // 0, and 0 of its first word if nothing is to be loaded; of_peer(i) whether another rank sends it.
-template <int N, class Address, class Need, class OfPeer = OfThisRank>
+template <int N, class Address, class Need, class OfPeer = OfThisRank, class Between = NothingBetween>
 KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u32 phase,
-                             uint4 (&q)[N], OfPeer of_peer = {}) {
+                             uint4 (&q)[N], OfPeer of_peer = {}, Between between = {}) {
   u32 late[N];
   PeerWait wait;
 #pragma unroll
@@ -139,11 +161,13 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
     q[i] = uint4{0, 0, 0, 0};
     late[i] = need(i, 0);
   }
-  poll_until(b, step, [&] { return word_index(b, address(0)); }, phase, [&] {
-    u32 bad = 0;
+  auto look = [&] {
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (late[i] != 0) q[i] = load_relaxed4(address(i));
+  };
+  poll_until(b, step, [&] { return word_index(b, address(0)); }, phase, look, [&] {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) {
       late[i] = 0;
@@ -158,18 +182,18 @@ KOG_DEVICE void poll_vectors(Block& b, Step step, Address address, Need need, u3
       wait.tried(b, own, peers);
     }
     return bad;
-  });
+  }, between);
 }
 // Polls kCount words at `base`: at[i] is the index of the first word of vector i.
-template <int kCount, int N>
+template <int kCount, int N, class Between = NothingBetween>
 KOG_DEVICE void poll(Block& b, Step step, const u32* base, const int (&at)[N], u32 phase,
-                     uint4 (&q)[N]) {
+                     uint4 (&q)[N], Between between = {}) {
   poll_vectors(
       b, step, [&](int i) { return base + at[i]; },
       [&](int i, int j) {  // vectors begin at multiples of 4
         return at[i] + (kCount % 4 == 0 ? 0 : j) < kCount ? 1u : 0u;
       },
-      phase, q);
+      phase, q, OfThisRank(), between);
 }
 
 // N single words a thread: address(i) says where, need(i) whether the thread asks for it. Two functions:
@@ -186,11 +210,13 @@ KOG_DEVICE void poll_words(Block& b, Step step, Address address, Need need, u32 
   // A word that nobody waits for has the phase from the start.
 #pragma unroll
   for (int i = 0; i < N; i++) w[i] = need(i) ? ~phase : phase;
-  poll_until(b, step, [&] { return word_index(b, address(0)); }, phase, [&] {
-    u32 bad = 0;
+  auto look = [&] {
 #pragma unroll
     for (int i = 0; i < N; i++)
       if ((w[i] ^ phase) & 1) w[i] = load_relaxed(address(i));
+  };
+  poll_until(b, step, [&] { return word_index(b, address(0)); }, phase, look, [&] {
+    u32 bad = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) bad |= (w[i] ^ phase) & 1;
     if constexpr (kTimesPeers) {
@@ -222,7 +248,7 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
       if (need(i)) w = load_relaxed_pair(at);
       bool late = (w.x ^ number) >> 32 != 0 || (w.y ^ number) >> 32 != 0;
       if (late && !bad) {
-        seen = static_cast<u32>(w.x >> 32);
+        seen = static_cast<u32>((kPairAtOnce || (w.x ^ number) >> 32 != 0 ? w.x : w.y) >> 32);
         late_at = at;
       }
       bad |= late;
@@ -230,10 +256,10 @@ KOG_DEVICE void poll_pairs(Block& b, Step step, u64 number, Address address, Nee
       v[i] = w.x << 32 | (w.y & 0xffffffffu);
     }
     wait.tried(b, of_own, of_peers);
-    return any_in_warp(bad);
+    return any_in_wave(bad);
   };
   if (ask()) {
-    begin_wait(b);
+    if (late_itself(late_at != nullptr)) begin_wait(b);
     while (!give_up(b, step, word_index(b, reinterpret_cast<const u32*>(late_at)), seen, wanted) && ask()) {
     }
     end_wait(b);

@@ -14,29 +14,43 @@ namespace kog {
 
 // Fragments that a wave takes before its activations are there: 4 registers each.
 // Operands of several columns are registers, too.
-constexpr int kMostAhead = kColumns == 1 ? 20 : 12;
-// At a wait: 1.5 times what 4.2 TB/s bring in 2 us, of 256 blocks (docs/HIP.md, Budget).
-constexpr int kLeastOnWay = 7;
+constexpr int kMostAhead = kColumns > 1 ? 12 : kHeld <= 4 ? 24 : 21;
 template <class Weights>
 constexpr int kMostAheadOf = kMostAhead;
 template <int kA, int kB>
 constexpr int kLeast = kA < kB ? kA : kB;
 
-// Of a stage's fragments, how many are on their way at once: whole units, or a whole part of one.
+// Of a stage's fragments, how many are on their way at once: whole units, or a whole part of one. Of loops that may end at
+// every unit, the head's above all, more would spill registers.
 template <class Stage>
 constexpr int depth_of() {
   constexpr int kUnit = Stage::kUnitFragments, kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
-  constexpr int kMost = kLeast<kMostAhead, kLeast<kLongest, Stage::kBatch> * kUnit>;
+  constexpr int kAll = kLeast<kLongest, Stage::kBatch> * kUnit;
+  constexpr int kRoom = Stage::kId == LmHead::kId          ? kLeast<kMostAhead, 12>
+                        : kEven<Stage> || kUnit > 16 ? kMostAhead
+                                                     : kLeast<kMostAhead, 16>;
+  constexpr int kMost = kLeast<kRoom, kAll>;
   if (kUnit <= kMost) return kMost / kUnit * kUnit;
   int depth = kMost;
   while (kUnit % depth != 0) depth--;
   return depth;
 }
 
-// The next fragments of a stage, ahead of their use.
-template <class Stage, bool kAllOrNone = false>
+// What was asked for ahead of weights that have come is there as well: said here, since a compiler that cannot tell would
+// wait for all that is asked for later.
+template <class T>
+KOG_DEVICE void have_come(const T& v) {
+  static_assert(sizeof(T) % 4 == 0);
+  if constexpr (kColumns > 1) return;
+  const float* word = reinterpret_cast<const float*>(&v);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); i++) stay(word[i], word[i]);
+}
+
+// The next fragments of a stage, ahead of their use; kMost of them at most.
+template <class Stage, bool kAllOrNone = false, int kMost = kMostAhead>
 struct Ahead {
-  static constexpr int kCount = depth_of<Stage>();
+  static constexpr int kCount = kLeast<depth_of<Stage>(), kMost>;
   static constexpr int kSure = Stage::kUnits / Stage::kGroup;  // units of every block
   static constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
   static constexpr bool kWhole = kLongest * Stage::kUnitFragments <= kCount;
@@ -46,45 +60,41 @@ struct Ahead {
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) { take<0, kCount, false>(b, ring, layer); }
   template <int kFirst, int kLast, bool>
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) {
+    const u8* from = thread_weights<Stage::kFragmentRows>(b);
+    int group_index = Stage::kId == LmHead::kId ? b.block % LmHead::kGroup : b.group_index;
 #pragma unroll
     for (int i = kFirst; i < kLast; i++)
-      w[i] = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(b.group_index, layer)
-                 ? ring.template take<Stage::kFragmentRows>(b)
-                 : uint4{};
+      w[i] = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(group_index, layer) ? ring.take(b, from) : uint4{};
   }
 };
 struct NothingAhead {
   static constexpr int kCount = 0, kUnits = 0, kSure = 0;
 };
 
-// Sums of `units` units, all warps together, of whose fragments the first may be on their way: as one is multiplied
-// the one that takes its registers is asked for. `to`: where the warp's sums of the first unit go.
-template <class Stage, class Taken>
-KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>& x, const Taken& taken, float* to) {
-  constexpr int kUnit = Stage::kUnitFragments, kDepth = depth_of<Stage>();
-  constexpr bool kOneRound = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup * kUnit <= kDepth;
+// A stage's fragments of one warp on their way, multiplied in their order: as one is, the one that takes its registers is
+// asked for.
+template <class Stage>
+struct Stream {
+  static constexpr int kUnit = Stage::kUnitFragments, kDepth = depth_of<Stage>();
   // Operands in registers have no index: all of a unit has code of its own.
-  constexpr int kRound = kColumns > 1 && kUnit > kDepth ? kUnit : kDepth;
-  const int count = units * kUnit;
+  static constexpr int kRound = kColumns > 1 && kUnit > kDepth ? kUnit : kDepth;
+  float* to;  // where the warp's sums of the next unit go
+  const u8* from;
   uint4 w[kDepth];
-#pragma unroll
-  for (int i = 0; i < kDepth; i++) {
-    if constexpr (Taken::kCount > 0)
-      w[i] = taken.w[i];
-    else
-      w[i] = i < count ? ring.template take<Stage::kFragmentRows>(b) : uint4{};
-  }
   UnitSums<Stage> c = {};
+  int done = 0;
   int first = 0;  // step of the unit with which a round begins, where a unit is several
-#pragma unroll 1
-  for (int done = 0; done < count; done += kRound) {
+
+  // kCount fragments: more(i) whether one is asked for in the place of fragment i, ended(i) whether there is no unit that
+  // begins with it.
+  template <int kCount, class More, class Ended>
+  KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, More more, Ended ended) {
 #pragma unroll
-    for (int i = 0; i < kRound; i++) {
-      // of_wave: else both ways out of the loop become one, whose count nobody knows, and w is memory with an index.
-      if (i % kUnit == 0 && i > 0 && done + i >= static_cast<int>(of_wave(count))) break;
+    for (int i = 0; i < kCount; i++) {
+      if (i % kUnit == 0 && i > 0 && ended(i)) break;
       int step = kUnit <= kRound ? i % kUnit : first + i;
       multiply_fragment<Stage>(w[i % kDepth], x.at(step), c);
-      if (!kOneRound && done + i + kDepth < count) w[i % kDepth] = ring.template take<Stage::kFragmentRows>(b);
+      if (more(i)) w[i % kDepth] = ring.take(b, from);
       bool ends = kUnit <= kRound ? i % kUnit == kUnit - 1 : i == kDepth - 1 && first + kDepth == kUnit;
       if (ends) {
         put_sums<Stage>(b, c, to);
@@ -93,7 +103,56 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
       }
     }
     if constexpr (kUnit > kRound) first = first + kDepth == kUnit ? 0 : first + kDepth;
-    if constexpr (kOneRound) break;
+    done += kCount;
+  }
+};
+
+// Sums of `units` units, all warps together, of whose fragments the first may be on their way. `to`: where the warp's sums
+// of the first unit go. Rounds whose fragments all have one behind them are a loop of their own: behind a load that may
+// not have been asked for a compiler waits for all that are on their way.
+template <class Stage, class Taken>
+KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>& x, const Taken& taken, float* to) {
+  using S = Stream<Stage>;
+  constexpr int kDepth = S::kDepth, kRound = S::kRound;
+  constexpr int kLongest = (Stage::kUnits + Stage::kGroup - 1) / Stage::kGroup;
+  constexpr int kMost = kLeast<kLongest, Stage::kBatch> * S::kUnit;
+  const int count = kEven<Stage> ? kMost : units * S::kUnit;
+  S stream{to, thread_weights<Stage::kFragmentRows>(b)};
+  auto all = [](int) { return true; };
+  auto none = [](int) { return false; };
+  auto begin = [&](auto there) {
+#pragma unroll
+    for (int i = 0; i < kDepth; i++) {
+      if constexpr (Taken::kCount > 0)
+        if (i < Taken::kCount) {
+          stream.w[i] = taken.w[i];
+          continue;
+        }
+      stream.w[i] = there(i) ? ring.take(b, stream.from) : uint4{};
+    }
+  };
+  constexpr int kRounds = kMost > kDepth ? (kMost - kDepth) / kRound : 0, kLast = kMost - kRounds * kRound;
+  if constexpr (kEven<Stage>) {
+    begin(all);
+#pragma unroll 1
+    for (int round = 0; round < kRounds; round++) stream.template multiply<kRound>(b, ring, x, all, none);
+    constexpr int kTail = kLast < kRound ? kLast : kRound;
+    stream.template multiply<kTail>(b, ring, x, [](int i) { return i + kDepth < kLast; }, none);
+    if constexpr (kTail < kLast) stream.template multiply<kLast - kTail>(b, ring, x, none, none);
+  } else {
+    // of_wave: else both ways out of the loop become one, whose count nobody knows, and w is memory with an index.
+    auto more = [&](int i) { return stream.done + i + kDepth < count; };
+    auto ended = [&](int i) { return stream.done + i >= static_cast<int>(of_wave(count)); };
+    if (kRounds > 0 && static_cast<int>(of_wave(count)) >= kRound + kDepth) {
+      begin(all);
+#pragma unroll 1
+      while (stream.done + kRound + kDepth <= count) stream.template multiply<kRound>(b, ring, x, all, none);
+    } else {
+      begin([&](int i) { return i < count; });
+    }
+    if constexpr (kMost > kDepth) stream.template multiply<kRound>(b, ring, x, more, ended);
+    if (kMost <= kDepth || of_wave(stream.done) < of_wave(count))
+      stream.template multiply<kRound>(b, ring, x, none, ended);
   }
 }
 

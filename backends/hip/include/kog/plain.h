@@ -18,6 +18,10 @@ static_assert(kFragK == 32 && kFragments == 1 && kRingSlotBytes == kConsumers * 
 
 constexpr int kThreadValues = 8;  // of K, in 16 bytes
 
+// Whether all blocks have as many units of a stage, and multiply them in one batch: its loops have no exit then.
+template <class Stage>
+constexpr bool kEven = Stage::kUnits % Stage::kGroup == 0 && Stage::kUnits / Stage::kGroup <= Stage::kBatch;
+
 // A row's sum over all of K as its words' factor has it.
 template <class Stage, class Item>
 KOG_DEVICE float scaled_sum(const Block&, const Item&, float sum, int) {

@@ -212,6 +212,11 @@ KOG_DEVICE u32 threads_with(bool p) {
   return static_cast<u32>(in_wave() < kWarpThreads ? wave : wave >> kWarpThreads);
 }
 KOG_DEVICE bool any_in_warp(bool p) { return threads_with(p) != 0; }
+// Of those that come here: waits of one token go round by whole waves, so that ways out of them are one for LLVM, too.
+KOG_DEVICE bool any_in_wave(bool p) { return __builtin_amdgcn_ballot_w64(p) != 0; }
+// Of a wave that waits, whether this warp does: it has a wait that may expire.
+KOG_DEVICE bool late_itself(bool late) { return any_in_warp(late); }
+constexpr bool kPairAtOnce = false;  // the first of two may be there without the other
 
 // Permutations that a thread of a row of 16 takes part in without memory (DPP).
 constexpr int kQuadXor1 = 0xb1, kQuadXor2 = 0x4e, kRowRotate8 = 0x128;

@@ -5,42 +5,36 @@
 
 namespace kog {
 
-// Whose 16 bytes of all warps' a thread takes. Those of a fragment lie row by row; matrix products want a row's in
-// threads kRows apart (mma/operands.h).
+// Where a thread's 16 bytes are, of the first fragment of all blocks. Those of a fragment lie row by row; matrix products
+// want a row's in threads kRows apart (mma/operands.h).
 template <int kRows>
-KOG_DEVICE int thread_in_stream(const Block& b) {
-  if constexpr (kColumns == 1) return b.thread;
-  return b.warp * kWarpThreads + b.in_warp % kRows * (kWarpThreads / kRows) + b.in_warp / kRows;
+KOG_DEVICE const u8* thread_weights(const Block& b) {
+  int thread = b.thread;
+  if constexpr (kColumns > 1)
+    thread = b.warp * kWarpThreads + b.in_warp % kRows * (kWarpThreads / kRows) + b.in_warp / kRows;
+  return b.p.weights + static_cast<u32>(thread) * 16u;
 }
 
 // In the place of CUDA's ring, by its name.
 struct Ring {
-  u64 offset = 0;  // of the next fragment, from the block's first
+  u32 next = 0;  // of the block's fragments
 
-  KOG_DEVICE void begin_token() { offset = 0; }
+  KOG_DEVICE void begin_token() { next = 0; }
   // Of a stage alone: behind so many fragments.
-  KOG_DEVICE void begin_at(int fragments) { offset = static_cast<u64>(fragments) * kBlocks * kRingSlotBytes; }
-  // The thread's 16 bytes of the next fragment, of kRows rows; on its way until they are used.
-  template <int kRows>
-  KOG_DEVICE uint4 take(const Block& b) {
-    return take(b, thread_in_stream<kRows>(b));
-  }
-  KOG_DEVICE uint4 take(const Block& b, int thread) {
-    const u8* first = b.p.weights + static_cast<u64>(b.block) * kRingSlotBytes + offset;
-    offset += static_cast<u64>(kBlocks) * kRingSlotBytes;
-    return load_streamed(first + thread * 16);
+  KOG_DEVICE void begin_at(int fragments) { next = static_cast<u32>(fragments); }
+  // The thread's 16 bytes of the next fragment, on its way until they are used. `from`: thread_weights.
+  KOG_DEVICE uint4 take(const Block& b, const u8* from) {
+    // of_wave: else the compiler keeps an address of two registers a thread for every load of a loop.
+    u32 slot = of_wave(next++ * kBlocks + static_cast<u32>(b.block));
+    return load_streamed(from + static_cast<u64>(slot) * kRingSlotBytes);
   }
 };
 
 // Where the stream is, while a warp of a kernel of columns does not multiply: as CUDA's (columns/warp_state.h).
 KOG_DEVICE void save_ring(const Block& b, const Ring& ring) {
-  store_volatile(&b.small->warp_states[b.warp].slot, static_cast<u32>(ring.offset));
-  store_volatile(&b.small->warp_states[b.warp].parity, static_cast<u32>(ring.offset >> 32));
+  store_volatile(&b.small->warp_states[b.warp].slot, ring.next);
 }
-KOG_DEVICE Ring load_ring(const Block& b) {
-  u32 low = of_wave(load_volatile(&b.small->warp_states[b.warp].slot));
-  return {low | static_cast<u64>(of_wave(load_volatile(&b.small->warp_states[b.warp].parity))) << 32};
-}
+KOG_DEVICE Ring load_ring(const Block& b) { return {of_wave(load_volatile(&b.small->warp_states[b.warp].slot))}; }
 KOG_DEVICE void begin_ring(const Block& b) { save_ring(b, Ring()); }
 
 // Small things, before the block's first barrier.

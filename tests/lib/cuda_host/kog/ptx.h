@@ -235,6 +235,9 @@ KOG_EMULATED bool any_in_warp(bool p) {
   for (u64 v : host::show(p)) any |= v;
   return any != 0;
 }
+inline bool any_in_wave(bool p) { return any_in_warp(p); }
+inline bool late_itself(bool) { return true; }
+constexpr bool kPairAtOnce = true;
 KOG_EMULATED u32 threads_with(bool p) {
   const host::Shown& all = host::show(p);
   u32 bits = 0;
@@ -293,7 +296,7 @@ inline void add_shared(u64* p, u64 v) { host::add(p, v); }
 
 #ifndef KOG_WAVE
 template <class Block>
-void watch_own_wait(const Block&) {}
+void watch_own_wait(const Block&, bool) {}
 #endif
 
 inline float log2_fast(float x) { return std::log2(x); }

@@ -96,6 +96,7 @@ void note_in_flight(Machine& m, const Wave& w, int vector) {
     if (w.vector_queue.size() <= size_t(vector)) return;
     m.weights[w.pc - 1].waits++;
     m.weights[w.pc - 1].wide += count;
+    m.weights[w.pc - 1].left += u64(std::count_if(w.vector_queue.end() - vector, w.vector_queue.end(), wide));
 }
 }  // namespace
 

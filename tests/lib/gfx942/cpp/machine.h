@@ -47,7 +47,8 @@ struct Machine {
     };
     std::vector<InFlight> most;  // what a wave had in flight at most when it came to each wait, in adversarial memory
     struct Weights {
-        u64 waits, wide;  // that waited for what vmcnt counts, and loads of 16 bytes a lane in flight then, added up
+        // that waited for what vmcnt counts; loads of 16 bytes a lane in flight then, and those that it left there, added up
+        u64 waits, wide, left;
     };
     std::vector<Weights> weights;
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in

@@ -98,7 +98,7 @@ KOG_DEVICE void run_head(Block& b) {
   int column = item_of<LmHead>(b, b.warp).column;  // of all pieces that the warp finishes
   Candidate mine = nobody();
   Walk walk;
-  head_rows(b, walk, x, [&](const Item& item, int id, float logit) {
+  head_rows(b, walk, x, NothingAhead(), [&](const Item& item, int id, float logit) {
     if (!has_head(b, item.column, steps_of(b))) return;
     const u32* request = request_of(b, item.column);
     if ((request[Request::kFlags] & kWantsMore) != 0)

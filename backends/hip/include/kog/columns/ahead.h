@@ -17,10 +17,10 @@ KOG_DEVICE void take_ahead(Block& b, LayerAhead& ahead, int half) {
   gate_up = gate_up < LayerAhead::kGateUp ? gate_up : LayerAhead::kGateUp;
   int count = half == 0 ? qkv : gate_up;
   constexpr int kQkvRows = QkvProj::kFragmentRows, kGateUpRows = GateUpProj::kFragmentRows;
-  int thread = half == 0 ? thread_in_stream<kQkvRows>(b) : thread_in_stream<kGateUpRows>(b);
+  const u8* from = half == 0 ? thread_weights<kQkvRows>(b) : thread_weights<kGateUpRows>(b);
   Ring ring = load_ring(b);
 #pragma unroll
-  for (int i = 0; i < LayerAhead::kCount; i++) ahead.w[i] = i < count ? ring.take(b, thread) : uint4{};
+  for (int i = 0; i < LayerAhead::kCount; i++) ahead.w[i] = i < count ? ring.take(b, from) : uint4{};
   save_ring(b, ring);
 }
 // Of a module's last stage.
