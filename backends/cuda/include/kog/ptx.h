@@ -187,9 +187,9 @@ KOG_DEVICE void rejoin() {}
 // A number that warps side by side have, where they run the same instructions.
 KOG_DEVICE u32 of_wave(u32 v) { return v; }
 KOG_DEVICE bool any_in_warp(bool p) { return __any_sync(kWholeWarp, p); }
-KOG_DEVICE bool any_in_wave(bool p) { return any_in_warp(p); }  // whose instructions are one: a warp's
-KOG_DEVICE bool late_itself(bool) { return true; }              // the warp, where any_in_wave is late
-constexpr bool kPairAtOnce = true;                              // load_relaxed_pair: one access
+KOG_DEVICE bool any_in_wave(bool p) { return any_in_warp(p); }  // a wave is one warp
+KOG_DEVICE bool late_itself(bool) { return true; }              // whether this warp is late, where its wave is
+constexpr bool kPairAtOnce = true;                              // whether load_relaxed_pair is one access
 KOG_DEVICE u32 threads_with(bool p) { return __ballot_sync(kWholeWarp, p); }
 KOG_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
 KOG_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(kWholeWarp, v, mask); }
