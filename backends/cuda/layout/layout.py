@@ -145,6 +145,7 @@ class Layout:
         lo, columns = self.lowering, self.columns
         return {
             "batch": batch_units(lo, stage, columns),
+            "buffer_floats": self.partial_bytes // 8,
             "held": held_steps(lo, stage, columns),
             **({"whole_words": whole_words(lo, stage)} if lo.weights[stage.name].integer else {}),
             "read": read_steps(lo, stage, columns),
@@ -208,7 +209,7 @@ def lay_out(lowering: CudaLowering, max_context: int) -> Layout:
     """Regions and shared memory. ModelError names what this kernel cannot do."""
     check_model(lowering)
     splits, kernel = proved_kernel(lowering)
-    scratch, over_sums = scratch_rooms(lowering, splits)
+    scratch, over_sums, _ = scratch_rooms(lowering, splits)
     small = small_bytes(lowering, SMALL_BYTES)
     ring = _ring_beside(lowering, scratch, small)
     if _ring_beside(lowering, over_sums, small) > ring:
@@ -230,13 +231,14 @@ def proved_kernel(lowering: CudaLowering) -> tuple[int, Kernel]:
     return splits, kernel
 
 
-def scratch_rooms(lowering: CudaLowering, splits: int) -> tuple[int, int]:
-    """Bytes of scratch where results of attention lie in it, and where they run on over the partial sums."""
+def scratch_rooms(lowering: CudaLowering, splits: int) -> tuple[int, int, int]:
+    """Bytes of scratch where results of attention lie in it, where they run on over the partial sums, and where stages'
+    inputs do so, too (but for o_proj's, which results lie behind)."""
     schedule, spec = lowering.schedule, lowering.schedule.spread
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
     attention = rooms["o_proj"] + attention_bytes(spec, splits)
     least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
-    return up(max(*rooms.values(), attention), 128), up(max(*rooms.values(), least), 128)
+    return up(max(*rooms.values(), attention), 128), up(max(*rooms.values(), least), 128), up(least, 128)
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:

@@ -17,7 +17,7 @@ from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
-from kog_triton.schedule.topology import GPUS
+from kog_triton.schedule.topology import GPUS, Gpu
 from tests import ROOT
 from tests.lib.cuda_walk import Walk, changed, write_request
 from tests.lib.gfx942.backends import CLANG, text_object
@@ -46,8 +46,10 @@ LEAST = dict.fromkeys(("mailbox", "outbox", "masks", "logprobs"), SYSTEM) | {
 PAIRS = ("mailbox", "outbox")  # store_system_pair
 
 
-def layout_of(spec: ModelSpec, num_blocks: int = 0, max_context: int = 64) -> Layout:
-    return lay_out_hip(lower_hip(build(spec), GPUS["mi300x"], num_blocks), max_context)
+def layout_of(
+    spec: ModelSpec, num_blocks: int = 0, max_context: int = 64, gpu: Gpu = GPUS["mi300x"]
+) -> Layout:
+    return lay_out_hip(lower_hip(build(spec), gpu, num_blocks), max_context)
 
 
 @cache
@@ -70,9 +72,10 @@ class HipWalk(Walk):
         max_context: int = 64,
         includes: tuple[Path, ...] = INCLUDES,
         compiler: str = CLANG,
+        gpu: Gpu = GPUS["mi300x"],
         **changes: int,
     ) -> None:
-        self.spec, self.layout = spec, layout_of(spec, num_blocks, max_context)
+        self.spec, self.layout = spec, layout_of(spec, num_blocks, max_context, gpu)
         text = changed(render(self.layout), **changes)
         self.kernel = Kernel(compiled(text, includes, compiler), KERNEL)
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))

@@ -11,6 +11,12 @@ KOG_DEVICE int element(const Block& b, int i) {
   return local < kSlice ? b.warp * kSlice + local : kHiddenStride;
 }
 
+// Inputs that run on over other stages' partial sums (backends/hip/layout.py) wait for those who still add them.
+template <class Stage>
+KOG_DEVICE void begin_inputs() {
+  if constexpr (8 * Stage::kBufferFloats < kPartialBytes) sync_consumers();
+}
+
 // Stage x * gain for Stage, and leave the warps' sums of squares for `inverse_rms`.
 template <class Stage>
 KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[kHeld]) {
@@ -20,6 +26,7 @@ KOG_DEVICE void stage_x(Block& b, const float (&x)[kHeld], const float (&gain)[k
   static_assert(Stage::kCols != kHidden || (Stage::kParts == kWarps
                                                 ? Stage::kPaddedK == kWarps * kSlice
                                                 : Stage::kPaddedK <= kWarps * kSlice));
+  begin_inputs<Stage>();
   float square[1] = {0};
 #pragma unroll
   for (int i = 0; i < kGroups; i++) {
@@ -62,6 +69,7 @@ struct Inputs {
 template <class Stage, class Words, class Between = NothingBetween>
 KOG_DEVICE void stage_words(Block& b, Step step, u32 phase, Between between = {}) {
   constexpr int kCount = Inputs<Stage>::kCount, kWords = (Stage::kCols + 1) / 2;
+  begin_inputs<Stage>();
   Inputs<Stage> in(b);
   int at[kCount];
   uint4 q[kCount];

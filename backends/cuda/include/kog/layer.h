@@ -48,7 +48,8 @@ struct Walk {
   KOG_DEVICE void put_ring(const Block&, const Ring&) {}
   template <class Stage>
   KOG_DEVICE float* sums(const Block& b, int) {
-    return b.partials + (partial_buffer++ & 1) * (kPartialBytes / 8);
+    constexpr int kFirst = kPartialBytes / 4 - 2 * Stage::kBufferFloats;  // 0, unless inputs run on over others' sums
+    return b.partials + kFirst + (partial_buffer++ & 1) * Stage::kBufferFloats;
   }
   template <class Stage>
   KOG_DEVICE Units units(const Block& b) const {

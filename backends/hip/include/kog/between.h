@@ -10,7 +10,7 @@ constexpr int kLeastOnWay = 7;
 // Waves that receive no head while their block attends, the first ones (heads.h), and what each takes then, as if all took
 // kLeastOnWay; but no more than spills no register in attention's walk beside x, its gains and the queries.
 constexpr int kFreeWaves = kWaves > (kQueries + 3) / 2 ? kWaves - (kQueries + 3) / 2 : 0;
-constexpr int kMostAtAttention = kQueries > 4 ? 5 : kHeld <= 4 ? 12 : kHeld == 8 ? 8 : 4;
+constexpr int kMostAtAttention = kHeld > 16 ? 0 : kQueries > 4 ? 5 : kHeld <= 4 ? 12 : kHeld == 8 ? 8 : 4;
 constexpr int kWantedAtAttention = kFreeWaves > 0 ? (kLeastOnWay * kWaves + kFreeWaves - 1) / kFreeWaves : 0;
 constexpr int kAtAttention = kWantedAtAttention < kMostAtAttention ? kWantedAtAttention : kMostAtAttention;
 // More of the head's would be spilled, beside x and what is staged of it.
