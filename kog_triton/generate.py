@@ -61,6 +61,7 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
             num_slots=num_slots(args),
             prefill=args.prefill,
             walk=args.walk,
+            num_blocks=args.blocks,
             revision=args.revision,
             tokenizer=tokenizer,
             chat_template=args.chat_template,

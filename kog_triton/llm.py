@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from kog_triton.backends import DTYPE_NAMES, PREFILLS, Backend, BackendOptions
+from kog_triton.backends import DTYPE_NAMES, PREFILLS, Backend, BackendOptions, check_blocks
 from kog_triton.backends.choose import Choice, choose
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.hub import TOKENIZER_FILES, model_folder
@@ -61,7 +61,7 @@ from kog_triton.vllm_names import check_others, no_attribute
 log = logging.getLogger(__name__)
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
-MAX_DEVICES = 1 << 10  # beyond any machine: more is a mistake
+MAX_DEVICES, MAX_BLOCKS = 1 << 10, 1 << 16  # beyond any machine: more is a mistake
 
 
 class LLM:
@@ -80,6 +80,7 @@ class LLM:
                    RequestError
     seed           makes a whole session repeatable; a request's own seed comes first
     prefill        "kernel", "library" or "auto"; `walk` is the reference backend's
+    num_blocks     of the hip backend's kernels on each GPU, one a compute unit at most; None: as many as are usual
     revision       of a model of the hub: a branch, tag or commit; `download_dir` is where it is kept
     tokenizer      a folder or hub id with another tokenizer.json, at `tokenizer_revision`, or a Tokenizer
     skip_tokenizer_init     token ids in, token ids out: no tokenizer is read
@@ -109,6 +110,7 @@ class LLM:
         seed: int | None = None,
         prefill: str = "auto",
         walk: str = "stage",
+        num_blocks: int | None = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
         tokenizer: str | Path | Tokenizer | None = None,
@@ -139,6 +141,8 @@ class LLM:
             check_integer("seed", seed, 0, (1 << 64) - 1)
         if prefill not in PREFILLS:
             raise wrong("prefill", prefill, f"one of {', '.join(PREFILLS)}")
+        if num_blocks is not None:
+            check_integer("num_blocks", num_blocks, 1, MAX_BLOCKS)
         if gpu_memory_utilization is not None:
             check_share("gpu_memory_utilization", gpu_memory_utilization)
         check_flag("skip_tokenizer_init", skip_tokenizer_init)
@@ -195,8 +199,11 @@ class LLM:
             dtype=DTYPE_NAMES[dtype],
             prefill=prefill,
             walk=walk,
+            num_blocks=num_blocks or 0,
             memory_share=1.0 if gpu_memory_utilization is None else gpu_memory_utilization,
         )
+        if num_blocks:
+            check_blocks(self.choice.backend, self.checkpoint.spec, options)
         if isinstance(backend, str):
             check_new_gpu(self.choice.backend, self.checkpoint.spec, options)
         running = _start(self.choice.backend, self.checkpoint, options)

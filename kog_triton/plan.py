@@ -21,7 +21,7 @@ from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.cuda_weights import unreadable
-from kog_triton.schedule.hip import HipLowering, lower_hip, place_blocks
+from kog_triton.schedule.hip import HipLowering, asked_blocks, lower_hip, place_blocks
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.scaling import (
     MEASURED_GPU,
@@ -54,9 +54,9 @@ def plan(schedule: Schedule, gpu: Gpu) -> Partition:
     return partition
 
 
-def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
+def plan_hip(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> HipLowering:
     """The checked HIP lowering. DeviceError for a GPU that is not AMD's, and for too many; KogError for what the kernel
-    cannot do."""
+    cannot do, RequestError for blocks that it cannot have."""
     backend: Any = find_backend("hip")
     refuse_narrow(backend, schedule.spec)
     if gpu.vendor != "amd":
@@ -64,7 +64,7 @@ def plan_hip(schedule: Schedule, gpu: Gpu) -> HipLowering:
             f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x"
         )
     backend.check_count(schedule.num_ranks)
-    lowering = lower_hip(schedule, gpu)
+    lowering = lower_hip(schedule, gpu, asked_blocks(schedule, gpu, num_blocks))
     check_schedule(schedule)
     check_partition(lowering)
     backend.lay_out(lowering, schedule.spec.max_context)
@@ -313,7 +313,12 @@ def _body(argv: Sequence[str] | None) -> int:
         choices=("cuda", "hip", "triton"),
         help="whose plan (default: cuda's; for an AMD GPU rows dealt out evenly to its blocks)",
     )
+    parser.add_argument(
+        "--blocks", type=positive, default=0, metavar="N", help="of a GPU, with --backend hip"
+    )
     args = parser.parse_args(argv)
+    if args.blocks and args.backend != "hip":
+        parser.error("--blocks goes with --backend hip")
     gpu = find_gpu(args.device)
     name, spec = open_spec(args)
     if args.format:
@@ -329,7 +334,8 @@ def _body(argv: Sequence[str] | None) -> int:
         raise DeviceError(
             f"the cuda backend is for NVIDIA GPUs, and {gpu.name} is not: --backend hip, or triton"
         )
-    partition = plan_hip(schedule, gpu) if args.backend == "hip" else plan(schedule, gpu)
+    hip = args.backend == "hip"
+    partition = plan_hip(schedule, gpu, args.blocks) if hip else plan(schedule, gpu)
     console.write_table(plan_table(partition, gpu, name))
     console.write_line(summary(partition, gpu))
     if isinstance(partition, HipLowering):

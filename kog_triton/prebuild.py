@@ -1,6 +1,7 @@
 """Code objects of a model for machines without a compiler, written to a folder where there is one. Needs no GPU.
 
 python -m kog_triton.prebuild FOLDER [--model M | --shape S] [--device mi300x] [--gpus N] [--max-model-len N]
+    [--blocks N]
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,17 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--max-model-len", type=positive, default=0, help="positions (default: as the model allows)"
     )
+    parser.add_argument(
+        "--blocks", type=positive, default=0, help="as kog generate's (default: usual)"
+    )
     args = parser.parse_args(argv)
     backend: Any = find_backend("hip")
     _, spec = open_spec(args)
     refuse_narrow(backend, spec)
     gpu = find_gpu(args.device)
-    for path in backend.prebuild(args.folder, spec, gpu, args.max_model_len, args.gpus):
+    for path in backend.prebuild(
+        args.folder, spec, gpu, args.max_model_len, args.gpus, args.blocks
+    ):
         print(path)
     return 0
 

@@ -61,6 +61,9 @@ def build_parser() -> Parser:
         "--prefill", default="auto", choices=PREFILLS,
         help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
     )  # fmt: skip
+    what.add_argument(
+        "--blocks", type=positive, metavar="N", help="of a GPU (hip only; MI300X: 256, up to 304)"
+    )
     what.add_argument("--seed", type=int, help="make a session repeatable")
     where = parser.add_argument_group("address")
     where.add_argument("--host", default="127.0.0.1", help="(default: this machine alone)")
@@ -159,6 +162,7 @@ def parse(argv: Sequence[str] | None) -> "Settings":
             "gpu_memory_utilization": args.gpu_memory_utilization,
             "seed": args.seed,
             "prefill": args.prefill,
+            "num_blocks": args.blocks,
         },
         host=args.host,
         port=args.port,

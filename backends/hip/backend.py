@@ -31,7 +31,7 @@ from kog_triton.backends.unseen_gpu import unseen_gpu
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.check import check_lowering
-from kog_triton.schedule.hip import lower_hip
+from kog_triton.schedule.hip import asked_blocks, lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
@@ -93,6 +93,12 @@ class HipBackend(CudaBackend):
     def why_not_narrow(cls, spec: ModelSpec) -> str:
         return f"its kernel reads 16-bit weights, and these are {spec.narrow_formats}"
 
+    @classmethod
+    def check_blocks(cls, spec: ModelSpec, options: BackendOptions) -> None:
+        """Ahead of all that a start compiles and tests."""
+        schedule = build(spec, options.num_gpus)
+        asked_blocks(schedule, cls._find_gpus()[0][1], options.num_blocks)
+
     def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
         if options.num_gpus > 1:
             # Ranks have the kernel of one token alone: only its words are where all see them.
@@ -131,7 +137,9 @@ class HipBackend(CudaBackend):
         return check_gpu(*cls._find_gpus()[0])
 
     def _lay_out(self, num_blocks: int) -> Layout:
-        lowering = lower_hip(build(self.spec, self.num_devices), self.gpu, num_blocks)
+        schedule = build(self.spec, self.num_devices)
+        asked = asked_blocks(schedule, self.gpu, self.options.num_blocks)
+        lowering = lower_hip(schedule, self.gpu, num_blocks or asked)
         check_lowering(lowering)
         return self.lay_out(lowering, self.max_context)
 
@@ -141,7 +149,14 @@ class HipBackend(CudaBackend):
         return code_object(render(layout), own, arch)
 
     def _load(self, source: str, entry: str, layout: Layout) -> HipRankKernel:
-        return HipRankKernel(self._code(source, layout), entry, layout.shared_bytes, self.devices)
+        code = self._code(source, layout)
+        kernel = HipRankKernel(code, entry, layout.shared_bytes, self.devices)
+        # No refusal: tokens are right all the same, and who has one compiler has no other kernel.
+        if scratch := kernel.resources().local_bytes:
+            name = Path(source).stem
+            told = "%s.hip has %d bytes of scratch memory a thread, and will be slow: %s"
+            log.warning(told, name, scratch, source_of_code())
+        return kernel
 
     def _allocate(self, weights: WeightSource) -> Ranks:
         """Of several ranks what the others write is where all see it."""

@@ -23,15 +23,17 @@ from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.backends.hip.objects import file_of
 from kog_triton.model.small import CONTEXT, small_model
 from kog_triton.model.spec import ModelSpec
-from kog_triton.schedule.hip import lower_hip
+from kog_triton.schedule.hip import asked_blocks, lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
 
 def sources(
-    spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int
+    spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int, num_blocks: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """Header and source of all that a start compiles: those of the tests of a GPU before the model's."""
+    """Header and source of all that a start compiles: those of the tests of a GPU, which have the usual number of
+    blocks, before the model's."""
+    num_blocks = asked_blocks(build(spec, num_gpus), gpu, num_blocks)
     yield selftest.HEADER, "selftest.hip"
     if num_gpus > 1:
         yield rank_selftest.header(num_gpus), "rank_selftest.hip"
@@ -39,31 +41,38 @@ def sources(
     if num_gpus > 1:
         yield _header(small, gpu, CONTEXT, 1), "decode.hip"
     yield _header(small, gpu, CONTEXT, 1), "stage.hip"
-    for one, context in ((small, CONTEXT), (spec, max_context)):
-        yield _header(one, gpu, context, num_gpus), "decode.hip"
-        for layout in column_layouts(one, gpu, context) if num_gpus == 1 else ():
+    for one, context, blocks in ((small, CONTEXT, 0), (spec, max_context, num_blocks)):
+        yield _header(one, gpu, context, num_gpus, blocks), "decode.hip"
+        for layout in column_layouts(one, gpu, context, blocks) if num_gpus == 1 else ():
             yield render(layout), "columns.hip"
 
 
-def _header(spec: ModelSpec, gpu: Gpu, context: int, num_gpus: int) -> str:
-    return render(lay_out_hip(lower_hip(build(spec, num_gpus), gpu), context))
+def _header(spec: ModelSpec, gpu: Gpu, context: int, num_gpus: int, num_blocks: int = 0) -> str:
+    return render(lay_out_hip(lower_hip(build(spec, num_gpus), gpu, num_blocks), context))
 
 
-def column_layouts(spec: ModelSpec, gpu: Gpu, max_context: int) -> list[Layout]:
+def column_layouts(
+    spec: ModelSpec, gpu: Gpu, max_context: int, num_blocks: int = 0
+) -> list[Layout]:
     """Of prompts in chunks, and of all counts of requests that may share a step."""
-    lowering = lower_hip(build(spec), gpu)
+    lowering = lower_hip(build(spec), gpu, num_blocks)
     chunks = layout_of_chunks(lowering, max_context, POSITIONS, lay_out_columns)
     columns = layouts_of_slots(lowering, max_context, COUNTS, COUNTS[-1], lay_out_columns)
     return [*([chunks] if chunks else []), *columns.values()]
 
 
 def prebuild(
-    folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0, num_gpus: int = 1
+    folder: Path,
+    spec: ModelSpec,
+    gpu: Gpu,
+    max_context: int = 0,
+    num_gpus: int = 1,
+    num_blocks: int = 0,
 ) -> list[Path]:
     """The files that a start of this model needs, written; KogError for what the kernel cannot do."""
     check_count(num_gpus)
     written = []
-    for header, source in sources(spec, gpu, max_context or spec.max_context, num_gpus):
+    for header, source in sources(spec, gpu, max_context or spec.max_context, num_gpus, num_blocks):
         path = folder / file_of(header, source, gpu.arch)
         kernel_cache.write(path, compile_cubin(header, source, gpu.arch, tools=toolchain))
         written.append(path)

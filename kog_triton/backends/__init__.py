@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from kog_triton.backends.mailbox import Mailbox
-from kog_triton.errors import DeviceError
+from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.topology import Gpu
 
@@ -92,6 +92,7 @@ class BackendOptions:
     # that a request is one kernel however long that takes; `kog bench decode --no-kernel-switches` asks for it.
     prefill: str = "auto"
     walk: str = "stage"  # the reference backend's: "stage" or "block"
+    num_blocks: int = 0  # on each GPU; 0: the backend's choice. Of a backend with `check_blocks`
     memory_share: float = (
         1.0  # of a GPU's memory, what the model may take (backends/memory_plan.py)
     )
@@ -114,8 +115,9 @@ class Backend(Protocol):
 
     A class with a method `why_not_narrow(spec)`, which says why it does not run a model's narrow weights
     (`ModelSpec.narrow`), "" if it does, is asked; where there is none, they are refused. One whose `plans_memory` is
-    true refuses what is more than `memory_share` before it loads it. `gpu` is the row of the GPU in use; None on a CPU
-    and on a GPU without a row.
+    true refuses what is more than `memory_share` before it loads it. One with a method `check_blocks(spec, options)`,
+    RequestError for a number that it cannot give the model here, takes `num_blocks`. `gpu` is the row of the GPU in
+    use; None on a CPU and on a GPU without a row.
     """
 
     name: str
@@ -203,6 +205,16 @@ def refuse_narrow(backend: type, spec: ModelSpec) -> None:
         raise DeviceError(
             f"backend {name} cannot run this checkpoint: {reason}; choose --backend reference"
         )
+
+
+def check_blocks(backend: type, spec: ModelSpec, options: BackendOptions) -> None:
+    """RequestError for a number of blocks that the backend takes from nobody, or cannot give the model here."""
+    if (check := getattr(backend, "check_blocks", None)) is None:
+        name = getattr(backend, "name", backend.__name__)
+        raise RequestError(
+            f"{options.num_blocks} blocks: backend {name} chooses its own, hip takes a number"
+        )
+    check(spec, options)
 
 
 def backend_names() -> list[str]:

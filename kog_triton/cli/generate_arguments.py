@@ -134,6 +134,7 @@ def build_parser() -> Parser:
         "--prefill", default="auto", choices=PREFILLS,
         help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
     )  # fmt: skip
+    add("--blocks", type=positive, metavar="N", help="of a GPU (hip only; MI300X: 256, up to 304)")
     add("--walk", default="stage", choices=("stage", "block"), help="reference only")
 
     add = parser.add_argument_group("output").add_argument

@@ -6,7 +6,7 @@ there is a ring in LDS: a fragment of all warps, 16 bytes a thread, is the only 
 
 from dataclasses import dataclass, replace
 
-from kog_triton.errors import ModelError
+from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering, cut_stages, shifted
 from kog_triton.schedule.cuda_weights import FRAGMENT_ROWS
@@ -69,6 +69,26 @@ def place_blocks(lowering: HipLowering) -> list[Die]:
     return out
 
 
+def asked_blocks(schedule: Schedule, gpu: Gpu, asked: int) -> int:
+    """What is asked for, of each GPU; 0 is the usual number. RequestError for what a lowering would not have."""
+    lanes = schedule.shards_per_rank
+    if asked > gpu.num_sms:
+        raise RequestError(
+            f"{asked} blocks: {gpu.name} has {gpu.num_sms} compute units, for one each"
+        )
+    if asked < 0 or asked % lanes or asked > lanes * _most_of_lane(schedule):
+        of = f"a multiple of {lanes}, " if lanes > 1 else ""
+        raise RequestError(
+            f"{asked} blocks: this model takes {of}{lanes * _most_of_lane(schedule)} at most"
+        )
+    return asked
+
+
+def _most_of_lane(schedule: Schedule) -> int:
+    """Blocks: each has rows of the residual stream."""
+    return -(-schedule.spec.hidden_size // FRAGMENT_ROWS)
+
+
 def lower_hip(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> HipLowering:
     """The lowering of a schedule for an AMD GPU. ModelError names what the kernel cannot do."""
     spec = schedule.spec
@@ -77,7 +97,7 @@ def lower_hip(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> HipLowering:
     if spec.narrow:
         raise ModelError("the hip backend reads 16-bit weights, and these are narrow")
     group = (num_blocks or gpu.num_blocks) // schedule.shards_per_rank
-    group = max(1, min(group, -(-spec.hidden_size // FRAGMENT_ROWS)))
+    group = max(1, min(group, _most_of_lane(schedule)))
     blocks = group * schedule.shards_per_rank
     tilings = cut_stages(schedule, FRAG_K, FRAGMENTS, blocks)
     if tilings is None:

@@ -1,7 +1,7 @@
 """What the HIP kernel's machine code issues and has on its way, stage by stage, at 4.2 TB/s and 2 us: a budget, no
 measurement on AMD hardware.
 
-    python -m tests.gfx942.hip_budget [MODEL ..] [--keep]
+    python -m tests.gfx942.hip_budget [MODEL ..] [--keep | --blocks N --position N]
 
 A model of full width and few layers walks one token in the executor (tests/lib/gfx942/full_width.py): minutes. --keep
 writes what was counted to hip_budget.json, which --kept prints and the tests read.
@@ -25,11 +25,11 @@ COVER_LEFT = 1.2  # times that, when a look for words is answered
 Row = dict[str, Any]
 
 
-def counted(name: str) -> Row:
-    """By running it: what `kept` gives, of today's object."""
+def counted(name: str, num_blocks: int = 0, position: int = 0) -> Row:
+    """By running it: what `kept` gives, of today's object; of so many blocks (0: the usual), behind so many tokens."""
     from tests.lib.gfx942.full_width import use
 
-    one = use(name)
+    one = use(name, num_blocks, position)
     stages = {
         stage: {
             "slots": round(seen.slots),
@@ -129,14 +129,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
     parser.add_argument("--kept", action="store_true", help="print what it holds, without a run")
+    parser.add_argument("--blocks", type=int, default=0, help="of a GPU")
+    parser.add_argument("--position", type=int, default=0, help="of the token, below 4096")
     args = parser.parse_args(argv)
+    if (args.keep or args.kept) and (args.blocks or args.position):
+        parser.error("what is kept has the usual blocks, and the first token")
     print(
         f"Assumed: {BANDWIDTH / 1e12} TB/s, {LATENCY} us from a load to its data, {CLOCK / 1e9} GHz, {CYCLES} cycles of"
         " a SIMD an instruction of a wave, 16 one of a quarter's rate. Nothing of this was measured on AMD hardware."
     )
     rows = {}
     for name in args.models or MODELS:
-        rows[name] = kept()[name] if args.kept else counted(name)
+        rows[name] = kept()[name] if args.kept else counted(name, args.blocks, args.position)
         print("\n".join(lines(name, rows[name])), flush=True)
         if args.keep:
             old = kept() if KEPT.exists() else {}

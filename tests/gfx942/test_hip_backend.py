@@ -4,6 +4,7 @@ Everything but the library and what torch says of the GPU is what a user of an M
 launches of the real code object, words, serving.
 """
 
+import ctypes
 import gc
 import logging
 import os
@@ -161,6 +162,44 @@ def test_what_the_kernel_takes_is_told(hip, model):
     with open_hip(model) as llm:
         held = llm.engine.backend.resources()
     assert 0 < held.registers <= 256 and held.local_bytes == 0 and held.shared_bytes <= 64 << 10
+
+
+@pytest.mark.parametrize("scratch", [0, 464])
+def test_scratch_memory_is_told(hip, model, monkeypatch, caplog, scratch):
+    def attribute(value, number, function):
+        ctypes.c_int.from_address(value).value = scratch if number == driver.LOCAL_BYTES else 8
+
+    monkeypatch.setattr(hip, "hipFuncGetAttribute", attribute)
+    open_hip(model).close()
+    told = [one for one in caplog.messages if "scratch" in one]
+    assert len(told) == bool(scratch)
+    start = "decode.hip has 464 bytes of scratch memory a thread, and will be slow: clang++: "
+    assert all(one.startswith(start) for one in told)
+
+
+# ---- blocks that are asked for ----
+
+
+def test_blocks_are_as_many_as_are_asked_for(hip, model, expected):
+    """And prebuilt ones, too."""
+    with open_hip(model, num_blocks=6) as llm:
+        backend = llm.engine.backend
+        assert ids(llm.generate(PROMPTS[0], GREEDY)) == expected(PROMPTS[0], GREEDY)
+    assert backend.layout.lowering.num_blocks == 6
+    made = [*prebuild.sources(backend.spec, backend.gpu, backend.max_context, 1, 6)]
+    assert (render(backend.layout), "decode.hip") in made
+    layouts = prebuild.column_layouts(backend.spec, backend.gpu, backend.max_context, 6)
+    assert {layout.lowering.num_blocks for layout in layouts} == {6}
+    assert {(render(layout), "columns.hip") for layout in layouts} <= {*made}
+
+
+def test_blocks_that_cannot_be_are_refused_first(hip, model):
+    assert "9 blocks: this model takes 8 at most" in refusal(lambda: open_hip(model, num_blocks=9))
+    told = refusal(lambda: open_hip(model, num_blocks=305))
+    assert told == "305 blocks: mi300x has 304 compute units, for one each"
+    assert not hip.launches
+    options = BackendOptions(num_blocks=9)
+    assert "9 blocks" in refusal(lambda: HipBackend(ArrayWeights(CASES["llama"].spec), options))
 
 
 # ---- several columns ----

@@ -114,6 +114,11 @@ def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch)
     assert asked == [("fake", str(folder), how)]
 
 
+def test_blocks_reach_the_model(cli):
+    code, out, err = cli("-p", "say:x", "--blocks", "5")
+    assert (code, out) == (2, "") and "5 blocks: backend fake chooses its own, hip" in err
+
+
 def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     sampling = {
         "temperature": 0.25, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "seed": 11, "max_tokens": 3,
@@ -149,7 +154,11 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     assert params | {"stop": list(params["stop"])} == wanted
     renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}
     options = {renamed.get(name, name): value for name, value in machine.items()}
-    assert record["backend"]["options"] == options | {"num_slots": 2, "memory_share": 1.0}
+    assert record["backend"]["options"] == options | {
+        "num_slots": 2,
+        "num_blocks": 0,
+        "memory_share": 1.0,
+    }
     assert record["model"]["max_context"] == 64 and len(record["output"]["outputs"]) == 2
     cli("-p", "abc", "--quiet", "--num-slots", "3", "--json", str(file))
     assert json.loads(file.read_text())["backend"]["options"]["num_slots"] == 3

@@ -16,7 +16,7 @@ NOTHING_SAID = {
     "logit_bias": None, "bad_words": None, "ignore_eos": None, "logprobs": None, "json_schema": None, "regex": None,
     "choice": None, "grammar": None, "backend": "auto", "device": None, "gpus": 1, "dtype": "auto",
     "max_model_len": None, "num_slots": None, "prefill": "auto", "walk": "stage", "json": None, "verbose": False,
-    "quiet": False,
+    "quiet": False, "blocks": None,
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_a_bias_is_an_id_and_a_finite_number():
 
 LLM_OF_SERVE = {
     "model": None, "backend": "auto", "devices": ":1", "dtype": "auto", "max_model_len": None, "num_slots": 4,
-    "gpu_memory_utilization": None, "seed": None, "prefill": "auto",
+    "gpu_memory_utilization": None, "seed": None, "prefill": "auto", "num_blocks": None,
 }  # fmt: skip
 SETTINGS_OF_SERVE = {
     "host": "127.0.0.1", "port": 8000, "uds": None, "keys": (), "names": (), "tool_call_parser": "auto",

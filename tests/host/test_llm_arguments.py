@@ -28,6 +28,8 @@ from tests.lib.fake_backend import GREEDY, FakeBackend
         ({"disable_log_stats": 3}, "disable_log_stats is 3"),
         ({"enable_prefix_caching": 3}, "enable_prefix_caching is 3"),
         ({"generation_config": "x"}, "generation_config is 'x': it must be auto or vllm"),
+        ({"num_blocks": 0}, "num_blocks is 0: it must be an integer from 1 to"),
+        ({"num_blocks": 4}, "4 blocks: backend fake chooses its own, hip takes a number"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization is 0"),
     ],
 )

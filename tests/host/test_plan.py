@@ -19,6 +19,7 @@ from tests.lib.refusals import refusal
 from tests.lib.ring_walker import spec_of
 
 STAGES = ["embed", "qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
+ON_HIP = ("--backend", "hip", "--device", "mi300x")
 
 
 @pytest.fixture
@@ -150,6 +151,12 @@ def test_the_hip_plan_of_several_gpus_places_the_blocks_of_one(plan, gpus, first
     assert f"on each XCD of GPU 0:\n  XCD 0 (IOD 0): {first}" in out
 
 
+def test_the_hip_plan_of_a_block_for_each_compute_unit(plan):
+    code, out, err = plan(*ON_HIP, "--shape", "laneformer-2b", "--blocks", "304")
+    assert (code, err) == (0, "") and table(out)["lm_head"]["blocks"] == "304"
+    assert "  XCD 7 (IOD 3): blocks 266 to 303, lane 7\n" in out
+
+
 @pytest.mark.parametrize("shape", ["llama-3.3-70b", "mistral-large-123b", "qwen3-32b"])
 def test_what_the_hip_backend_refuses_has_no_plan(plan, shape):
     """In the backend's words."""
@@ -188,6 +195,19 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
             ["--backend", "hip"],
             4,
             "the hip backend is for AMD GPUs, and h200 is not: --device mi300x",
+        ),
+        (["--blocks", "304"], 2, "--blocks goes with --backend hip"),
+        (["--blocks", "0"], 2, "argument --blocks: 0 is below 1"),
+        ([*ON_HIP, "--blocks", "305"], 2, "305 blocks: mi300x has 304 compute units, for one each"),
+        (
+            [*ON_HIP, "--shape", "laneformer-2b", "--blocks", "300"],
+            2,
+            "300 blocks: this model takes a multiple of 8, 3072 at most",
+        ),
+        (
+            [*ON_HIP, "--shape", "llama-3.2-1b", "--blocks", "304"],
+            2,
+            "304 blocks: this model takes 256 at most",
         ),
         (
             ["--shape", "qwen3-32b", "--backend", "hip", "--device", "mi300x", "--gpus", "16"],

@@ -24,7 +24,7 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
         "--port": 81, "--uds": tmp_path / "s", "--tool-call-parser": "hermes", "--reasoning-parser": "think",
         "--chat-template": "{{ x }}", "--default-chat-template-kwargs": '{"enable_thinking": false}',
         "--max-num-queued-reqs": 9, "--shutdown-timeout": 11.5, "--sse-keep-alive-interval": 12.5,
-        "--engine-timeout": 13.5, "--stream-interval": 6, "--stream-interval-ms": 14,
+        "--blocks": 304, "--engine-timeout": 13.5, "--stream-interval": 6, "--stream-interval-ms": 14,
     }  # fmt: skip
     argv = [word for flag, value in flags.items() for word in (flag, str(value))]
     argv += ["--served-model-name", "a", "b", "--api-key", "k1", "k2", "--enable-auto-tool-choice"]
@@ -32,6 +32,7 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
     assert settings.llm == {
         "model": "m", "backend": "reference", "devices": "cpu:2", "dtype": "bf16", "max_model_len": 100,
         "num_slots": 3, "gpu_memory_utilization": 0.5, "seed": 7, "prefill": "kernel",
+        "num_blocks": 304,
     }  # fmt: skip
     assert vars(settings) == vars(settings) | {
         "host": "::1", "port": 81, "uds": tmp_path / "s", "keys": ("k1", "k2"), "names": ("a", "b"),

@@ -134,17 +134,18 @@ def object_of(name: str) -> CodeObject:
 
 
 @cache
-def use(name: str) -> Use:
-    """Of a model by its name; it runs one token of a prompt of one, and takes minutes."""
+def use(name: str, num_blocks: int = 0, position: int = 0) -> Use:
+    """Of a model by its name; it runs one token, at a position below CONTEXT, and takes minutes."""
     spec = narrowed(name)
     layers = spec.num_layers
     with mock.patch.object(memory, "pack_arena", arena):
-        one = HipWalk(spec, NoWeights(spec), max_context=CONTEXT)
+        one = HipWalk(spec, NoWeights(spec), num_blocks, CONTEXT)
     one.conditions = {
         "memory": Memory(adversarial=True, early=0.5, evict=0, hold=0, quantum=400),
         "steps": 1 << 34,
     }
-    one.generate([1], 1)
+    prompt = [1] * (position + 1)
+    assert one.run(one.words(prompt, 1, cached=position), prompt) > 0
     assert one.last is not None
     lo = one.layout.lowering
     waves = lo.num_blocks * one.layout.threads // 64
