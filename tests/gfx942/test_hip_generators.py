@@ -4,12 +4,13 @@ what clang-19's does, and runs requests of small models in both memories, with t
 
 import pytest
 
-from tests.lib.gfx942 import hip_column_requests, hip_requests
+from tests.lib.gfx942 import hip_column_requests, hip_columns, hip_kernel, hip_requests
 from tests.lib.gfx942.backends import GENERATORS, INSTALLED, WHEELS
-from tests.lib.gfx942.hip_gates import amiss, keeps_its_promises, made
+from tests.lib.gfx942.hip_gates import amiss, keeps_its_promises, keeps_to, made
 from tests.lib.gfx942.hip_requests import CONDITIONS
 from tests.lib.gfx942.requests import expected
 from tests.lib.gfx942.triton_cases import CASES
+from tests.lib.real_shapes import real_shape
 from tests.lib.slow import some_always
 from tests.lib.wheel_files import Absent
 
@@ -44,3 +45,16 @@ def test_the_kernel_of_columns(compiler, case):
     assert amiss(*made(layout, compiler)) == []
     for order in CONDITIONS.values():
         assert hip_column_requests.wrong(case, order, compiler=compiler) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["one token", "requests", "chunk"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b", "laneformer-2b"])
+def test_the_kernels_of_full_size(compiler, name, kernel):
+    """What they compute is not executed."""
+    if kernel == "one token":
+        layout = hip_kernel.layout_of(real_shape(name), max_context=4096)
+    else:
+        layout = hip_columns.most_columns(name, 4096, kernel == "chunk")
+    keeps_its_promises(layout, compiler)
+    keeps_to(layout, compiler)

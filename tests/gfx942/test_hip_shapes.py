@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kog_triton.backends.cuda.layout.layout import scratch_rooms
-from kog_triton.backends.hip.column_layout import ColumnLayout
 from kog_triton.backends.hip.layout import STATIC_BYTES
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import SHAPES
@@ -86,15 +85,6 @@ def test_inputs_over_sums_that_are_still_added_are_seen(tmp_path):
 NO_COLUMNS = {"llama-3.3-70b", "mistral-large-123b", "qwen2.5-7b", "llama-2-7b"}
 
 
-def most_columns(name: str, chunk: bool) -> ColumnLayout | None:
-    for count in (8, 4, 2):
-        try:
-            return hip_columns.layout_of(real_shape(name), count, 0, CONTEXT, chunk)
-        except ModelError:
-            continue
-    return None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_instruction_of_a_named_shape_is_known(name):
@@ -105,7 +95,7 @@ def test_every_instruction_of_a_named_shape_is_known(name):
 @pytest.mark.parametrize("chunk", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_instruction_of_a_named_shapes_columns_is_known(name, chunk):
-    layout = most_columns(name, chunk)
+    layout = hip_columns.most_columns(name, CONTEXT, chunk)
     assert (layout is None) == (name in NO_COLUMNS)
     if layout is not None:
         keeps_to(layout)

@@ -60,6 +60,8 @@ FREE = [
     ("buffer_store_dwordx4 v[16:19], v1, s[20:23], s8 offen", "v_mov_b32 v16, 0"),
     (MULTIPLIES, "v_mfma_f32_16x16x16_f16 v[16:19], v[8:9], v[10:11], v[16:19]"),
     (MULTIPLIES, "v_mov_b32 v8, 0"),
+    (f"{MULTIPLIES}\\nv_mfma_f32_16x16x16_f16 v[14:17], v[8:9], v[10:11], v[16:19]",
+     "v_mfma_f32_16x16x16_f16 v[12:15], v[8:9], v[10:11], v[14:17]"),
 ]  # fmt: skip
 CLOBBERS = ",".join(f'"{r}{k}"' for r in "vs" for k in range(6, 64)) + ',"vcc"'
 

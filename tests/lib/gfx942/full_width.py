@@ -144,10 +144,11 @@ def use(name: str, num_blocks: int = 0, position: int = 0) -> Use:
         "memory": Memory(adversarial=True, early=0.5, evict=0, hold=0, quantum=400),
         "steps": 1 << 34,
     }
+    lo = one.layout.lowering
+    assert num_blocks in (0, lo.num_blocks), f"{name} takes {lo.num_blocks} blocks"
     prompt = [1] * (position + 1)
     assert one.run(one.words(prompt, 1, cached=position), prompt) > 0
     assert one.last is not None
-    lo = one.layout.lowering
     waves = lo.num_blocks * one.layout.threads // 64
     names, places = one.kernel.mnemonics(), chains(one.kernel.code_object, KERNEL)
     slots: Counter[str] = Counter()

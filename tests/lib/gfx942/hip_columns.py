@@ -15,6 +15,7 @@ from kog_triton.backends.hip.column_layout import ColumnLayout, lay_out_columns
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.request_words import encode
 from kog_triton.backends.token_words import Outcome, read_word
+from kog_triton.errors import ModelError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
@@ -25,6 +26,7 @@ from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Execution, Kernel
 from tests.lib.gfx942.hip_kernel import INCLUDES, UNLIMITED_NS, launch
+from tests.lib.real_shapes import real_shape
 
 KERNEL = "kog_columns"
 
@@ -34,6 +36,16 @@ def layout_of(
 ) -> ColumnLayout:
     lowering = lower_hip(build(spec), GPUS["mi300x"], num_blocks)
     return lay_out_columns(lowering, max_context, columns, chunk)
+
+
+def most_columns(name: str, max_context: int, chunk: bool = False) -> ColumnLayout | None:
+    """Of a named shape, with as many columns as fit; None if two do not."""
+    for count in (8, 4, 2):
+        try:
+            return layout_of(real_shape(name), count, 0, max_context, chunk)
+        except ModelError:
+            continue
+    return None
 
 
 @cache

@@ -55,9 +55,9 @@ def amiss(made: CodeObject, kernel: str) -> list[str]:
     return touched_early(made, kernel) + too_soon(made, kernel)
 
 
-def keeps_to(layout: Layout) -> None:
+def keeps_to(layout: Layout, compiler: str = CLANG) -> None:
     """Nothing lies in scratch memory, all its instructions are known, with every modifier, and nothing is amiss."""
-    one, kernel = made(layout)
+    one, kernel = made(layout, compiler)
     assert one.kernels[kernel][".private_segment_fixed_size"] == 0
     decode(one.code(kernel)[1], operations())
     assert amiss(one, kernel) == []

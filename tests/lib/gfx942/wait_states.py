@@ -154,6 +154,12 @@ def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State
         for (r, kind), n in state.items()
         if r in touched and n < (needed := _needed(one, r, kind))
     ]
+    if one.matrix:  # of products in one register the last counts, as LLVM has it
+        state = {
+            (r, kind): n
+            for (r, kind), n in state.items()
+            if r not in one.writes or kind[0] != MATRIX or kind[1] > one.passes
+        }
     return _later(state, 1) | dict.fromkeys(_left(one), 0), bad
 
 
