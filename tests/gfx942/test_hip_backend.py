@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kog_triton import LLM, SamplingParams
+from kog_triton import prebuild as prebuild_command
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import jit, kernel_cache
 from kog_triton.backends.cuda.layout.header import render
@@ -181,7 +182,7 @@ def test_scratch_memory_is_told(hip, model, monkeypatch, caplog, scratch):
 
 
 def test_blocks_are_as_many_as_are_asked_for(hip, model, expected):
-    """And prebuilt ones, too."""
+    """Of prebuilt objects, too."""
     with open_hip(model, num_blocks=6) as llm:
         backend = llm.engine.backend
         assert ids(llm.generate(PROMPTS[0], GREEDY)) == expected(PROMPTS[0], GREEDY)
@@ -200,6 +201,12 @@ def test_blocks_that_cannot_be_are_refused_first(hip, model):
     assert not hip.launches
     options = BackendOptions(num_blocks=9)
     assert "9 blocks" in refusal(lambda: HipBackend(ArrayWeights(CASES["llama"].spec), options))
+
+
+def test_prebuild_takes_them_too(tmp_path, capsys):
+    words = [str(tmp_path), "--shape", "llama-3.2-1b", "--blocks", "304"]
+    assert prebuild_command.main(words) == 2
+    assert "304 blocks: this model takes 256 at most" in capsys.readouterr().err
 
 
 # ---- several columns ----
