@@ -172,13 +172,10 @@ def test_scratch_memory_is_told(hip, model, monkeypatch, caplog, scratch):
 
     monkeypatch.setattr(hip, "hipFuncGetAttribute", attribute)
     open_hip(model).close()
-    told = [one for one in caplog.messages if "scratch" in one]
-    assert len(told) == bool(scratch)
     start = "decode.hip has 464 bytes of scratch memory a thread, and will be slow: clang++: "
-    assert all(one.startswith(start) for one in told)
-
-
-# ---- blocks that are asked for ----
+    assert [one.startswith(start) for one in caplog.messages if "scratch" in one] == (
+        [True] if scratch else []
+    )
 
 
 def test_blocks_are_as_many_as_are_asked_for(hip, model, expected):
@@ -199,11 +196,9 @@ def test_blocks_that_cannot_be_are_refused_first(hip, model):
     told = refusal(lambda: open_hip(model, num_blocks=305))
     assert told == "305 blocks: mi300x has 304 compute units, for one each"
     assert not hip.launches
-    options = BackendOptions(num_blocks=9)
-    assert "9 blocks" in refusal(lambda: HipBackend(ArrayWeights(CASES["llama"].spec), options))
 
 
-def test_prebuild_takes_them_too(tmp_path, capsys):
+def test_prebuild_takes_blocks(tmp_path, capsys):
     words = [str(tmp_path), "--shape", "llama-3.2-1b", "--blocks", "304"]
     assert prebuild_command.main(words) == 2
     assert "304 blocks: this model takes 256 at most" in capsys.readouterr().err
