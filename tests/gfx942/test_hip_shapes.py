@@ -8,7 +8,6 @@ import pytest
 
 from kog_triton.backends.cuda.layout.layout import scratch_rooms
 from kog_triton.backends.hip.layout import STATIC_BYTES
-from kog_triton.errors import ModelError
 from kog_triton.model.shapes import SHAPES
 from kog_triton.schedule.lowering import matrix_stages
 from tests.lib.gfx942 import hip_columns, hip_kernel
