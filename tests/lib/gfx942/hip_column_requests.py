@@ -1,5 +1,6 @@
 """Requests that share a step, each in a column of its own, which the HIP kernel's machine code runs in the executor."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -58,11 +59,22 @@ SHARED = {
     "a long K": ("greedy", "sampled"),
     "waves": ("edits", "sampled"),
     "heads": ("twelve", "twelve, rules"),
+    "llama on two GPUs": FOUR,
+    "laneformer on two GPUs": ("sampled", "rules"),
 }
 
 
 def spec_of(case: str) -> ModelSpec:
-    return SPECS[case.removesuffix(" of four").removesuffix(" of eight")]
+    return SPECS[re.sub(" of four| of eight| on two GPUs", "", case)]
+
+
+def gpus_of(case: str) -> int:
+    return 2 if case.endswith(" on two GPUs") else 1
+
+
+def blocks_of(case: str) -> int:
+    """Of a GPU."""
+    return BLOCKS.get(case, 8 // gpus_of(case))
 
 
 def columns(case: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> HipColumns:
@@ -71,9 +83,10 @@ def columns(case: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CL
 
 @cache
 def made(case: str, includes: tuple[Path, ...], compiler: str) -> HipColumns:
-    spec, how = spec_of(case), {"includes": includes, "compiler": compiler}
-    count, blocks = max(2, len(SHARED[case])), BLOCKS.get(case, 8)
-    return HipColumns(spec, ArrayWeights(spec), count, blocks, **how, **LENGTHS.get(case, {}))
+    spec, count = spec_of(case), max(2, len(SHARED[case]))
+    how = {"includes": includes, "compiler": compiler, "gpus": gpus_of(case)}
+    weights, lengths = ArrayWeights(spec), LENGTHS.get(case, {})
+    return HipColumns(spec, weights, count, blocks_of(case), **how, **lengths)
 
 
 @cache
@@ -82,10 +95,10 @@ def expected(case: str, name: str) -> list[int]:
 
 
 @cache
-def chunks() -> HipColumns:
+def chunks(gpus: int = 1) -> HipColumns:
     """Of the first case: four positions of a prompt a step."""
     spec = spec_of("llama")
-    return HipColumns(spec, ArrayWeights(spec), 4, 8, chunk=True)
+    return HipColumns(spec, ArrayWeights(spec), 4, 8 // gpus, chunk=True, gpus=gpus)
 
 
 def serve(
@@ -99,7 +112,7 @@ def serve(
 ) -> list[tuple[list[int], Outcome]]:
     """Of requests beside each other, in as many columns."""
     asked = [ASKED[n].request(slot, tokens) for slot, n in enumerate(names or SHARED[case])]
-    steps = most_steps(BLOCKS.get(case, 8))
+    steps = most_steps(blocks_of(case))
     return columns(case, includes, compiler).serve(asked, seed, steps=steps, **conditions)
 
 
@@ -119,11 +132,11 @@ def wrong(
     return "" if made == right else f"tokens {made}, not {right}"
 
 
-def wrong_prompt(conditions: dict[str, Any], seed: int = 1) -> str:
+def wrong_prompt(conditions: dict[str, Any], seed: int = 1, gpus: int = 1) -> str:
     """As `wrong`, of a prompt in chunks and its first token; what follows is another kernel's (test_hip_backend.py)."""
     request = ASKED["long prompt"].request()
     try:
-        made = chunks().prompt(request, seed, steps=MOST_STEPS, **conditions)
+        made = chunks(gpus).prompt(request, seed, steps=MOST_STEPS, **conditions)
     except (Fault, AssertionError) as fault:
         return f"{type(fault).__name__}: {str(fault)[:200]}"
     return "" if made == expected("llama", "long prompt")[:1] else f"tokens {made}"

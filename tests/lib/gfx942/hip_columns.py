@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends.cuda import memory
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.protocol import TENSORS
+from kog_triton.backends.cuda.rank_memory import allocate_ranks
 from kog_triton.backends.hip.column_layout import ColumnLayout, lay_out_columns
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.request_words import encode
@@ -26,15 +26,21 @@ from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Execution, Kernel
 from tests.lib.gfx942.hip_kernel import INCLUDES, UNLIMITED_NS, launch
+from tests.lib.gfx942.hip_ranks import launch_ranks
 from tests.lib.real_shapes import real_shape
 
 KERNEL = "kog_columns"
 
 
 def layout_of(
-    spec: ModelSpec, columns: int, num_blocks: int = 0, max_context: int = 64, chunk: bool = False
+    spec: ModelSpec,
+    columns: int,
+    num_blocks: int = 0,
+    max_context: int = 64,
+    chunk: bool = False,
+    gpus: int = 1,
 ) -> ColumnLayout:
-    lowering = lower_hip(build(spec), GPUS["mi300x"], num_blocks)
+    lowering = lower_hip(build(spec, gpus), GPUS["mi300x"], num_blocks)
     return lay_out_columns(lowering, max_context, columns, chunk)
 
 
@@ -58,7 +64,7 @@ def compiled(
 
 
 class HipColumns:
-    """One model, as many slots as columns."""
+    """One model, as many slots as columns; on several simulated GPUs a rank each, the first of which has `memory`."""
 
     def __init__(
         self,
@@ -69,12 +75,16 @@ class HipColumns:
         includes: tuple[Path, ...] = INCLUDES,
         chunk: bool = False,
         compiler: str = CLANG,
+        gpus: int = 1,
         **changes: int,
     ) -> None:
-        self.spec, self.layout = spec, layout_of(spec, columns, num_blocks, chunk=chunk)
+        self.spec = spec
+        self.layout = layout_of(spec, columns, num_blocks, chunk=chunk, gpus=gpus)
         text = changed(render(self.layout), **changes)
         self.kernel = Kernel(compiled(text, includes, compiler), KERNEL)
-        self.memory = memory.allocate(self.layout, weights, columns, torch.device("cpu"))
+        devices = [torch.device("cpu")] * gpus
+        self.ranks = allocate_ranks(self.layout, weights, columns, devices)
+        self.memory = self.ranks.first
         self.launches = 0
         self.last: Execution | None = None
 
@@ -83,14 +93,14 @@ class HipColumns:
     ) -> list[tuple[list[int], Outcome]]:
         """Tokens and end of each request: launches until the last has ended. All begin together, but for one whose slot
         another has before it, which begins when that has ended."""
-        m = self.memory
-        m.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
+        for m in self.ranks.each:
+            m.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
         waiting, running, self.launches = [*enumerate(requests)], dict[int, int](), 0
         made: dict[int, tuple[list[int], Outcome]] = {}
         while waiting or running:
             for number, one in [*waiting]:
                 if one.slot not in running:
-                    m.write_request(one.slot, encode(one, self.spec.vocab_size), one.prompt, 0)
+                    self._write(one)
                     running[one.slot] = number
                     waiting.remove((number, one))
             self._launch([*running], seed, conditions)
@@ -102,21 +112,32 @@ class HipColumns:
     def prompt(self, request: Request, seed: int = 1, **conditions: Any) -> list[int]:
         """Of a kernel of chunks: what slot 0 has said behind the one launch that runs a prompt."""
         m, count = self.memory, self.layout.columns
-        m.write_request(0, encode(request, self.spec.vocab_size), request.prompt, 0)
+        self._write(request)
         self._launch([0] * count, seed, conditions)
         assert int(m.mailbox[2]) == Outcome.YIELD
         assert m.states[0].tolist() == [len(request.prompt), self.told(0)[0][0]]
         return self.told(0)[0]
 
+    def _write(self, request: Request) -> None:
+        words = encode(request, self.spec.vocab_size)
+        self.ranks.write_request(request.slot, words, request.prompt, 0)
+
     def _launch(self, slots: Sequence[int], seed: int, conditions: dict[str, Any]) -> None:
-        m = self.memory
-        for tensor in (m.words, m.error, m.mailbox):
-            tensor.zero_()
-        tensors = {name: getattr(m, name) for name in TENSORS}
-        pointers = m.pointers(slots, UNLIMITED_NS, UNLIMITED)
-        self.last = launch(self.kernel, self.layout, pointers, tensors, seed=seed, **conditions)
+        for m in self.ranks.each:
+            for tensor in (m.words, m.error, m.mailbox):
+                tensor.zero_()
+        each = self.ranks.arguments(slots, UNLIMITED_NS, UNLIMITED)
+        if len(each) == 1:
+            tensors = {name: getattr(self.memory, name) for name in TENSORS}
+            self.last = launch(self.kernel, self.layout, each[0], tensors, seed=seed, **conditions)
+        else:
+            ranks, pointers = self.ranks.each, dict(enumerate(each))
+            self.last = launch_ranks(
+                self.kernel, self.layout, ranks, pointers, seed=seed, **conditions
+            )
         self.launches += 1
-        assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()
+        for m in self.ranks.each:
+            assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()
 
     def told(self, slot: int) -> tuple[list[int], Outcome]:
         """A slot's tokens so far, and why they end; RUNNING if they do not."""

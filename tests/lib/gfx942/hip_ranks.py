@@ -1,15 +1,18 @@
 """The HIP kernel on several simulated GPUs: a rank each, whose words all others write (docs/SYNC.md)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from kog_triton.backends.cuda.launcher import UNLIMITED
 from kog_triton.backends.cuda.layout.header import render
-from kog_triton.backends.cuda.layout.protocol import TENSORS
+from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.layout.protocol import TENSORS, Pointers
+from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.rank_memory import allocate_ranks, rank_pointers
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.model.spec import Head, ModelSpec, Reduce
@@ -17,7 +20,7 @@ from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_walk import write_request
-from tests.lib.gfx942.executor import SYSTEM, Buffer, Kernel, Launch
+from tests.lib.gfx942.executor import SYSTEM, Buffer, Execution, Kernel, Launch
 from tests.lib.gfx942.hip_kernel import (
     INCLUDES,
     KERNEL,
@@ -69,34 +72,39 @@ class HipRankWalk(HipWalk):
     def run(self, request, prompt, seed=0, limit=UNLIMITED_NS, logits=None, control=0):  # type: ignore[no-untyped-def]
         for m in reversed(self.ranks):
             others = write_request(m, request, prompt, logits, control)
-        grid, block = (
-            (self.layout.lowering.num_blocks, 1, 1),
-            (WAVE, self.layout.threads // WAVE, 1),
-        )
-        launches = [
-            Launch(
-                [bytes(rank_pointers(self.ranks, r, [0], limit, UNLIMITED, **others))],
-                grid,
-                block,
-                r,
-            )
+        pointers = {
+            r: rank_pointers(self.ranks, r, [0], limit, UNLIMITED, **others)
             for r in range(len(self.ranks))
             if r not in self.absent
-        ]
-        tensors = {
-            t.data_ptr(): (name, t)
-            for m in self.ranks
-            for name, t in ({n: getattr(m, n) for n in TENSORS} | others).items()
-            if t.numel()
         }
-        buffers = [
-            Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0), n in PAIRS)
-            for n, t in tensors.values()
-        ]
-        self.last = self.kernel.run(
-            launches, buffers, seed=seed, lds=self.layout.shared_bytes, **self.conditions
+        self.last = launch_ranks(
+            self.kernel, self.layout, self.ranks, pointers, others, seed=seed, **self.conditions
         )
         return self.last.steps
+
+
+def launch_ranks(
+    kernel: Kernel,
+    layout: Layout,
+    ranks: Sequence[Memory],
+    pointers: Mapping[int, Pointers],
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    **conditions: Any,
+) -> Execution:
+    """One launch of the ranks in `pointers`, beside each other."""
+    grid, block = (layout.lowering.num_blocks, 1, 1), (WAVE, layout.threads // WAVE, 1)
+    launches = [Launch([bytes(one)], grid, block, rank) for rank, one in pointers.items()]
+    tensors = {
+        t.data_ptr(): (name, t)
+        for m in ranks
+        for name, t in ({n: getattr(m, n) for n in TENSORS} | {**others}).items()
+        if t.numel()
+    }
+    buffers = [
+        Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0), n in PAIRS)
+        for n, t in tensors.values()
+    ]
+    return kernel.run(launches, buffers, lds=layout.shared_bytes, **conditions)
 
 
 @cache
