@@ -14,7 +14,7 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.cuda.chunks import Chunks
-from kog_triton.backends.cuda.columns import ColumnKernel, Columns
+from kog_triton.backends.cuda.columns import ColumnKernel, Columns, make_kernel
 from kog_triton.backends.cuda.compilers import Background
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.early import FirstKernels
@@ -170,6 +170,7 @@ class CudaBackend(PromptsBeside):
                 load_columns,
                 self._moves_outputs(lowering),
                 self.lay_out_columns,
+                self._make_columns,
             )
             self.columns = Columns(
                 lowering,
@@ -179,6 +180,7 @@ class CudaBackend(PromptsBeside):
                 compile_columns,
                 load_columns,
                 lay_out=self.lay_out_columns,
+                make=self._make_columns,
             )
             # First tokens together: of the widest kernel alone, whose step costs two requests hardly more than theirs.
             shared = self.columns.counts[-1:] if wants_library(options, self.device) else ()
@@ -242,6 +244,11 @@ class CudaBackend(PromptsBeside):
 
     def _allocate(self, weights: WeightSource) -> Ranks:
         return allocate_ranks(self.layout, weights, self.options.num_slots, self.devices)
+
+    def _make_columns(
+        self, layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]
+    ) -> ColumnKernel:
+        return make_kernel(layout, kernel, devices)
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
         kernel = self._load(source, entry, layout)

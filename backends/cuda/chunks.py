@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kog_triton.backends.cuda.columns import ColumnKernel, make_kernel
+from kog_triton.backends.cuda.columns import ColumnKernel, MakeKernel, make_kernel
 from kog_triton.backends.cuda.layout.columns import POSITIONS, LayOut, layout_of_chunks
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.rank_kernel import RankKernel
@@ -94,8 +94,9 @@ class Chunks:
         load: Callable[[Layout], RankKernel],
         graphs: bool = False,
         lay_out: LayOut | None = None,
+        make: MakeKernel = make_kernel,
     ) -> None:
-        self._compile, self._load, self._graphs = compile, load, graphs
+        self._compile, self._load, self._graphs, self._make = compile, load, graphs, make
         self._layout = layout_of_chunks(lowering, max_context, positions, lay_out)
         if self._layout is not None:
             self._compiled = compiler.submit(self._run, self._layout)
@@ -109,7 +110,7 @@ class Chunks:
         if self._layout is None:
             return
         try:
-            self.kernel = make_kernel(self._layout, self._load(self._layout), devices)
+            self.kernel = self._make(self._layout, self._load(self._layout), devices)
         except (DeviceError, torch.OutOfMemoryError) as error:
             self._give_up(error)
 

@@ -40,6 +40,9 @@ def make_kernel(
     return ColumnKernel(layout, kernel, words, scores)
 
 
+MakeKernel = Callable[[Layout, RankKernel, Sequence[torch.device]], ColumnKernel]
+
+
 class Columns:
     """The kernels of several columns of one model: compiled beside what runs, when `begin` is called or they are first
     wanted, so that requests that run meanwhile take turns instead of waiting. If that fails, or one cannot
@@ -49,6 +52,7 @@ class Columns:
     compile  puts a layout's kernel where `load` finds it; DeviceError if it cannot
     load     makes it ready to run; by the thread that launches
     lay_out  lays out a count's kernel, if not as CUDA's
+    make     gives it memory
     """
 
     def __init__(
@@ -61,8 +65,9 @@ class Columns:
         load: Callable[[Layout], RankKernel],
         what: str = "columns",
         lay_out: LayOut | None = None,
+        make: MakeKernel = make_kernel,
     ) -> None:
-        self._compile, self._load = compile, load
+        self._compile, self._load, self._make = compile, load, make
         self._layouts = layouts_of_slots(lowering, max_context, counts, num_slots, lay_out)
         self._compiled: CompiledBeside[int] = CompiledBeside(
             lambda count: self._compile(self._layouts[count]), lambda count: f"{count} {what}"
@@ -97,7 +102,7 @@ class Columns:
         if count not in self._kernels:
             layout = self._layouts[count]
             try:
-                self._kernels[count] = make_kernel(layout, self._load(layout), devices)
+                self._kernels[count] = self._make(layout, self._load(layout), devices)
             except (DeviceError, torch.OutOfMemoryError) as error:
                 self._compiled.give_up(count, error)
         return self._kernels.get(count)

@@ -4,17 +4,20 @@ The host's side is CudaBackend's, whose memory, words and serving the kernel sha
 own: the lowering, the compiler (toolchain.py) and the runtime (driver.py).
 """
 
-import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from kog_triton.backends import Availability, BackendOptions, WeightSource
+from kog_triton.backends import Availability, WeightSource
 from kog_triton.backends.cuda.backend import CudaBackend
+from kog_triton.backends.cuda.columns import ColumnKernel
 from kog_triton.backends.cuda.gpus import check_alike
 from kog_triton.backends.cuda.layout.collectives import check_count
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
+from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.device import gpu_of
 from kog_triton.backends.hip.column_layout import lay_out_columns
@@ -35,7 +38,6 @@ from kog_triton.schedule.hip import asked_blocks, lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
-log = logging.getLogger(__name__)
 UNPROVEN = "it has never run on an AMD GPU"
 
 
@@ -99,16 +101,6 @@ class HipBackend(CudaBackend):
         schedule = build(spec, options.num_gpus)
         asked_blocks(schedule, cls._find_gpus()[0][1], options.num_blocks)
 
-    def __init__(self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0) -> None:
-        if options.num_gpus > 1:
-            # Ranks have the kernel of one token alone: only its words are where all see them.
-            self.column_counts, self.chunk_positions = (), 0
-            log.info(
-                "%d GPUs have no kernel of several columns: requests take turns, prompts run a token at a time",
-                options.num_gpus,
-            )
-        super().__init__(weights, options, num_blocks)
-
     def _open_devices(self) -> tuple[list[torch.device], Gpu]:
         """DeviceError, too, if a GPU does not pass its self-test, or several the one of what is between them."""
         count = self.num_devices
@@ -165,9 +157,22 @@ class HipBackend(CudaBackend):
             return ranks
 
         def seen_by_all(rank: int) -> dict[str, torch.Tensor]:
-            memory, device = ranks.each[rank], self.devices[rank]
+            memory = ranks.each[rank]
             sizes = {"words": len(memory.words), "error": len(memory.error)}
-            number = number_of(device, rank)
-            return {name: uncached(size, device, number) for name, size in sizes.items()}
+            return {name: self._seen_by_all(size, rank) for name, size in sizes.items()}
 
         return ranks.changed(seen_by_all)
+
+    def _make_columns(
+        self, layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]
+    ) -> ColumnKernel:
+        """As `_allocate`."""
+        made = super()._make_columns(layout, kernel, devices)
+        if len(devices) == 1:
+            return made
+        words = [self._seen_by_all(layout.total_words, rank) for rank in range(len(devices))]
+        return replace(made, words=words)
+
+    def _seen_by_all(self, count: int, rank: int) -> torch.Tensor:
+        device = self.devices[rank]
+        return uncached(count, device, number_of(device, rank))

@@ -43,7 +43,7 @@ def sources(
     yield _header(small, gpu, CONTEXT, 1), "stage.hip"
     for one, context, blocks in ((small, CONTEXT, 0), (spec, max_context, num_blocks)):
         yield _header(one, gpu, context, num_gpus, blocks), "decode.hip"
-        for layout in column_layouts(one, gpu, context, blocks) if num_gpus == 1 else ():
+        for layout in column_layouts(one, gpu, context, num_gpus, blocks):
             yield render(layout), "columns.hip"
 
 
@@ -52,10 +52,10 @@ def _header(spec: ModelSpec, gpu: Gpu, context: int, num_gpus: int, num_blocks: 
 
 
 def column_layouts(
-    spec: ModelSpec, gpu: Gpu, max_context: int, num_blocks: int = 0
+    spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int = 1, num_blocks: int = 0
 ) -> list[Layout]:
     """Of prompts in chunks, and of all counts of requests that may share a step."""
-    lowering = lower_hip(build(spec), gpu, num_blocks)
+    lowering = lower_hip(build(spec, num_gpus), gpu, num_blocks)
     chunks = layout_of_chunks(lowering, max_context, POSITIONS, lay_out_columns)
     columns = layouts_of_slots(lowering, max_context, COUNTS, COUNTS[-1], lay_out_columns)
     return [*([chunks] if chunks else []), *columns.values()]

@@ -3,8 +3,6 @@
 All else is asked of it by the rest of the suite, where "hip on a CPU" is one of the backends.
 """
 
-import logging
-
 import pytest
 
 from kog_triton.backends import BackendOptions, find_backend, why_not_narrow
@@ -48,11 +46,7 @@ def test_a_library_of_prompts_is_refused(gpus):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_ranks_say_that_they_have_no_columns(gpus, caplog):
-    """Of a backend that has kernels of columns on one GPU, where nothing is said."""
-    caplog.set_level(logging.INFO)
+def test_ranks_have_the_columns_of_one_gpu(gpus):
     backend = opened(TOGETHER[f"{HIP}, together"], num_gpus=gpus)
-    several = backend.columns.counts, backend.kernels_of_several()
-    said = "2 GPUs have no kernel of several columns: requests take turns, prompts run a token at a time"
-    assert (said in caplog.messages) == (gpus == 2)
-    assert several == (((4,), [(4, False), (4, True)]) if gpus == 1 else ((), []))
+    assert backend.columns.counts == (4,)
+    assert backend.kernels_of_several() == [(4, False), (4, True)]

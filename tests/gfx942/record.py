@@ -116,7 +116,10 @@ def shared() -> Iterator[
             return hip_column_requests.wrong(case, conditions, seed)
 
         yield case, partial(hip_column_requests.columns, case), wrong_of
-    yield "a prompt in chunks", hip_column_requests.chunks, hip_column_requests.wrong_prompt
+    for gpus, where in ((1, ""), (2, " on two GPUs")):
+        one = partial(hip_column_requests.chunks, gpus)
+        wrong_prompt = partial(hip_column_requests.wrong_prompt, gpus=gpus)
+        yield f"a prompt in chunks{where}", one, wrong_prompt
 
 
 def columns(seeds: int) -> list[Row]:

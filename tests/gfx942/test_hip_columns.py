@@ -17,10 +17,11 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_column_requests import (
-    BLOCKS,
     SHARED,
+    blocks_of,
     columns,
     expected,
+    gpus_of,
     serve,
     spec_of,
     wrong,
@@ -57,7 +58,7 @@ def test_the_cuts_of_k_are_those_meant():
     """Products of four rows and of eight, of several column sets, and operands of more steps than are on their way."""
     found = set()
     for case, names in SHARED.items():
-        layout = layout_of(spec_of(case), len(names), BLOCKS.get(case, 8))
+        layout = layout_of(spec_of(case), len(names), blocks_of(case), gpus=gpus_of(case))
         for stage in matrix_stages(layout.lowering.schedule):
             rows = layout.lowering.tilings[stage.name].fragment_rows
             found.add((rows, layout.row_words(stage) // 4, layout.lowering.steps(stage) > 12))
@@ -81,9 +82,10 @@ def test_columns_without_a_request_do_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
-def test_a_prompt_in_chunks_ends_with_the_references_first_token(conditions):
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_prompt_in_chunks_ends_with_the_references_first_token(conditions, gpus):
     """Four positions a step, of 37."""
-    assert wrong_prompt(conditions) == ""
+    assert wrong_prompt(conditions, gpus=gpus) == ""
 
 
 # ---- seen red ----

@@ -14,6 +14,7 @@ import torch
 
 from kog_triton import LLM, SamplingParams
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.hip import backend, peers, prebuild, rank_selftest, selftest, toolchain
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.backends.hip.driver import HipRankKernel
@@ -61,6 +62,15 @@ def machine(monkeypatch):
     return opened
 
 
+@pytest.fixture
+def several(machine, monkeypatch):
+    """Two GPUs, and kernels of two requests a step and of two positions of a prompt."""
+    fake = machine(2)
+    monkeypatch.setattr(HipBackend, "column_counts", (2,))
+    monkeypatch.setattr(HipBackend, "chunk_positions", 2)
+    return fake
+
+
 def open_hip(model, gpus=2, **options):
     return LLM(model, backend="hip", devices=gpus, skip_tokenizer_init=True, **options)
 
@@ -85,6 +95,23 @@ def test_requests_of_all_ranks_are_the_references(machine, model, expected, gpus
     # self-tests of each GPU and of all together; a request is one launch
     assert fake.launches == gpus + 1 + 2, fake.why
     assert not fake._modules
+
+
+def test_requests_share_a_step_and_prompts_run_in_chunks(several, model, expected):
+    prompts, long = [[3, 42], [7, 30]], [(7 * i + 3) % 50 for i in range(6)]
+    with open_hip(model, num_slots=2) as llm:
+        hip = llm.engine.backend
+        hip.settle()
+        before = several.launches
+        with llm.engine.paused():  # both have come before one of them runs
+            streams = [llm.stream(prompt, SAMPLED) for prompt in prompts]
+        made = [[t for delta in stream for t in delta.token_ids] for stream in streams]
+        assert made == expected(prompts, SAMPLED), several.why
+        assert ids(llm.generate(long, GREEDY)) == expected(long, GREEDY), several.why
+        assert several.launches == before + 1 + 2
+        steps = [*hip.columns.kernels, hip.chunks.kernel]
+        assert [step.layout.chunk for step in steps] == [False, True]
+        assert {several.memory[t.data_ptr()][0] for step in steps for t in step.words} == {0, 1}
 
 
 @pytest.mark.slow
@@ -254,6 +281,15 @@ def test_words_in_memory_that_is_cached_are_seen(machine, model, monkeypatch):
     monkeypatch.setattr(peers, "UNCACHED", 0)
     assert "hipErrorLaunchFailure" in refusal(lambda: open_hip(model))
     assert "does not see words of rank" in fake.why
+
+
+def test_columns_words_in_memory_that_is_cached_are_seen(several, model, monkeypatch):
+    monkeypatch.setattr(HipBackend, "_make_columns", CudaBackend._make_columns)
+    with open_hip(model) as llm:
+        llm.engine.backend.settle()
+        with pytest.raises(DeviceError, match="hipErrorLaunchFailure"):
+            llm.generate(PROMPT, GREEDY)
+    assert "does not see words of rank" in several.why
 
 
 # ---- the self-test of several GPUs ----

@@ -10,6 +10,7 @@ from kog_triton.backends.request_words import encode_logits
 from kog_triton.schedule.hip import lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
+from tests.lib.gfx942 import hip_column_requests
 from tests.lib.gfx942.gates import gates_of
 from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, compiled
 from tests.lib.gfx942.hip_ranks import NAMES, SPECS, walk
@@ -43,15 +44,20 @@ def test_requests_equal_the_reference_whatever_the_order(case, name, seed):
         assert made == (reference_tokens(SPECS[case], ASKED[name]), FINISHED)
 
 
-def test_words_that_stay_on_their_gpu_are_seen(tmp_path):
+@pytest.mark.parametrize("columns", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_words_that_stay_on_their_gpu_are_seen(tmp_path, columns):
     """Of agent scope they reach the GPU's own blocks alone."""
     text, old = (INCLUDES[0] / "kog/ptx.h").read_text(), "constexpr int kWordScope = kSystem;"
     assert text.count(old) == 1
     (tmp_path / "kog").mkdir()
     (tmp_path / "kog/ptx.h").write_text(text.replace(old, "constexpr int kWordScope = kAgent;"))
-    one = walk("llama", (tmp_path, *INCLUDES))
-    tokens = reference_tokens(SPECS["llama"], ASKED["greedy"])
-    assert "scope" in wrong(one, "greedy", tokens, CONDITIONS["adversarial"], 1)
+    includes, hard = (tmp_path, *INCLUDES), CONDITIONS["adversarial"]
+    if columns:
+        said = hip_column_requests.wrong("llama on two GPUs", hard, includes=includes)
+    else:
+        tokens = reference_tokens(SPECS["llama"], ASKED["greedy"])
+        said = wrong(walk("llama", includes), "greedy", tokens, hard, 1)
+    assert "scope" in said
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)

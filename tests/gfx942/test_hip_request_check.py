@@ -24,6 +24,7 @@ from kog_triton.schedule.topology import GPUS
 from kog_triton.stage_check import check_new_gpu
 from tests.lib.fake_hip import FakeHip
 from tests.lib.fake_hip_gpus import FakeGpus
+from tests.lib.gfx942.executor import WEAK
 from tests.lib.gfx942.hip_kernel import INCLUDES
 from tests.lib.hip_machine import install, save_model
 from tests.lib.slow import some_always
@@ -86,11 +87,11 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def several(monkeypatch):
-    """Opens a GPU, of a HIP backend with kernels of so many requests a step and positions of a prompt."""
+    """Opens GPUs, of a HIP backend with kernels of so many requests a step and positions of a prompt."""
 
-    def opened(counts=(2,), positions=2, tokens=2, **conditions):
-        fake = FakeHip(**conditions)
-        install(fake, monkeypatch, 8)
+    def opened(counts=(2,), positions=2, tokens=2, gpus=1, **conditions):
+        fake = FakeHip(**conditions) if gpus == 1 else FakeGpus(gpus, **conditions)
+        install(fake, monkeypatch, 8 // gpus)
         monkeypatch.setattr(HipBackend, "column_counts", counts)
         monkeypatch.setattr(HipBackend, "chunk_positions", positions)
         monkeypatch.setattr(request_check, "CHOSEN", tokens)
@@ -145,14 +146,13 @@ def test_a_kernel_that_cannot_be_had_is_named(several, tiny, monkeypatch, chunk,
     assert str(told.value) == f"backend hip has no kernel of {what} for mi300x: the log says why"
 
 
-def test_all_ranks_pass_and_a_gpu_that_is_wrong_is_not_served(tiny, monkeypatch):
-    fake, spec = FakeGpus(2), tiny(52)
-    install(fake, monkeypatch, 4)
+def test_all_ranks_pass_and_a_gpu_that_is_wrong_is_not_served(several, tiny, monkeypatch):
+    fake, spec = several(gpus=2, memory=WEAK), tiny(52)
     monkeypatch.setattr(request_check, "CHOICES", request_check.CHOICES[:1])
-    monkeypatch.setattr(request_check, "CHOSEN", 2)
+    monkeypatch.setattr(request_check, "CONTEXT", 64)  # of test_hip_gpus.py's kernels
     ranks = "the kernel of 2 ranks"
-    assert check_requests(HipBackend, spec, "2 x here", 2, 2) == [ranks]
-    assert fake.launches == 2 + 1 + 2, fake.why
+    assert check_requests(HipBackend, spec, "2 x here", 2, 2) == [ranks, TWO, CHUNKS]
+    assert fake.launches == 2 + 1 + 2 + 1 + 2, fake.why
     allocate = HipBackend._allocate
 
     def damaged(self, weights):
@@ -187,7 +187,7 @@ def test_prebuild_writes_all_that_the_check_asks_for(monkeypatch, gpus):
     monkeypatch.setattr(stage_check, "gpu_of", lambda device: GPU)
     check_new_gpu(HipBackend, spec, BackendOptions(num_slots=8, num_gpus=gpus))
     sources = {source for _, source, _ in asked}
-    assert sources == {"decode.hip", "stage.hip", *(["columns.hip"] if gpus == 1 else [])}
+    assert sources == {"decode.hip", "stage.hip", "columns.hip"}
     written = set(prebuild.sources(spec, GPU, 512, gpus))
     assert {(header, source) for header, source, _ in asked} <= written
 

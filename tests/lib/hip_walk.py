@@ -62,6 +62,9 @@ class HipFiberBackend(FiberBackend, HipBackend):
             self, weights
         )  # what other ranks write lies where all of it does
 
+    def _make_columns(self, *what):
+        return CudaBackend._make_columns(self, *what)
+
     def _open_devices(self):
         return [torch.device("cpu")] * self.num_devices, GPUS["mi300x"]
 

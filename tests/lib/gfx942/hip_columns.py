@@ -94,7 +94,9 @@ class HipColumns:
         """Tokens and end of each request: launches until the last has ended. All begin together, but for one whose slot
         another has before it, which begins when that has ended."""
         for m in self.ranks.each:
-            m.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
+            m.cache.fill_(
+                torch.nan
+            )  # a row that is read too early would be the last run's, the same
         waiting, running, self.launches = [*enumerate(requests)], dict[int, int](), 0
         made: dict[int, tuple[list[int], Outcome]] = {}
         while waiting or running:
