@@ -6,7 +6,7 @@
 
 KOG_KERNEL void kog_columns(const kog::Pointers p) {
   kog::begin_place();
-  kog::Block b(p);
+  kog::Block b(kog::by_address<(kog::kRanks > 1)>(p));
   kog::init_block(b);
   kog::sync_consumers();
   kog::find_place(b);

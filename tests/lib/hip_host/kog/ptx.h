@@ -49,6 +49,10 @@ struct BlockPlace {
   int index = *place_in_shared();
 };
 inline int block_index(BlockPlace place) { return place.index; }
+template <bool, class T>
+const T& by_address(const T& p) {
+  return p;
+}
 // Blocks side by side lie apart, as on an MI300X.
 constexpr int kDies = 16;
 inline int die_index() { return workgroup_index() * 5 % 7; }

@@ -49,6 +49,10 @@ struct BlockPlace {
   int index = *place_in_shared();
 };
 KOG_DEVICE int block_index(BlockPlace place) { return place.index; }
+template <bool, class T>
+KOG_DEVICE const T& by_address(const T& p) {
+  return p;
+}
 // Blocks side by side lie apart, as on an MI300X.
 constexpr int kDies = 16;
 KOG_DEVICE int die_index() { return workgroup_index() % 8; }
