@@ -70,8 +70,8 @@ struct Memory {
   KOG_DEVICE operator T*() const { return (T*)address; }
 };
 
-// A kernel's only parameter, by its address if so: where more than 300 places name it, as pushes to eight ranks do, LLVM
-// would copy it to scratch memory.
+// A kernel's only parameter, by its address if kSo: where more than 300 places name it, as pushes to eight ranks do,
+// LLVM would copy it to scratch memory.
 template <bool kSo, class T>
 KOG_DEVICE const T& by_address(const T& p) {
   if constexpr (kSo) return *(const T*)__builtin_amdgcn_kernarg_segment_ptr();
