@@ -4,13 +4,14 @@ The host's side is CudaBackend's, whose memory, words and serving the kernel sha
 own: the lowering, the compiler (toolchain.py) and the runtime (driver.py).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from kog_triton.backends import Availability, WeightSource
+from kog_triton.backends import Availability, BackendOptions, WeightSource
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.columns import ColumnKernel
 from kog_triton.backends.cuda.gpus import check_alike
@@ -38,6 +39,7 @@ from kog_triton.schedule.hip import asked_blocks, lower_hip
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import Gpu
 
+log = logging.getLogger(__name__)
 UNPROVEN = "it has never run on an AMD GPU"
 
 

@@ -4,7 +4,7 @@
 
 KOG_KERNEL void kog_decode(const kog::Pointers p) {
   kog::begin_place();
-  kog::Block b(p);
+  kog::Block b(kog::by_address<(kog::kRanks > 1)>(p));
   kog::init_block(b);
   kog::sync_consumers();
   kog::find_place(b);

@@ -186,7 +186,7 @@ def test_blocks_are_as_many_as_are_asked_for(hip, model, expected):
     assert backend.layout.lowering.num_blocks == 6
     made = [*prebuild.sources(backend.spec, backend.gpu, backend.max_context, 1, 6)]
     assert (render(backend.layout), "decode.hip") in made
-    layouts = prebuild.column_layouts(backend.spec, backend.gpu, backend.max_context, 6)
+    layouts = prebuild.column_layouts(backend.spec, backend.gpu, backend.max_context, num_blocks=6)
     assert {layout.lowering.num_blocks for layout in layouts} == {6}
     assert {(render(layout), "columns.hip") for layout in layouts} <= {*made}
 

@@ -238,7 +238,11 @@ def scratch_rooms(lowering: CudaLowering, splits: int) -> tuple[int, int, int]:
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
     attention = rooms["o_proj"] + attention_bytes(spec, splits)
     least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
-    return up(max(*rooms.values(), attention), 128), up(max(*rooms.values(), least), 128), up(least, 128)
+    return (
+        up(max(*rooms.values(), attention), 128),
+        up(max(*rooms.values(), least), 128),
+        up(least, 128),
+    )
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:

@@ -47,9 +47,13 @@ PAIRS = ("mailbox", "outbox")  # store_system_pair
 
 
 def layout_of(
-    spec: ModelSpec, num_blocks: int = 0, max_context: int = 64, gpu: Gpu = GPUS["mi300x"]
+    spec: ModelSpec,
+    num_blocks: int = 0,
+    max_context: int = 64,
+    gpu: Gpu = GPUS["mi300x"],
+    ranks: int = 1,
 ) -> Layout:
-    return lay_out_hip(lower_hip(build(spec), gpu, num_blocks), max_context)
+    return lay_out_hip(lower_hip(build(spec, ranks), gpu, num_blocks), max_context)
 
 
 @cache
