@@ -6,14 +6,17 @@ import json
 import pytest
 
 from kog_triton.json_file import in_lines
+from tests.gfx942 import mutant_record
 from tests.gfx942.hip_budget import KEPT, kept
 from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
 from tests.lib.gfx942 import hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
 from tests.lib.gfx942.hip_column_requests import columns
+from tests.lib.gfx942.hip_mutants import REQUESTS, walk
 from tests.lib.gfx942.litmus import LITMUS
 from tests.lib.gfx942.scopes import accesses_of, counted
 from tests.lib.gfx942.triton_cases import FULL_OBJECTS, compiled
+from tests.lib.slow import some_always
 
 
 def record():
@@ -35,6 +38,33 @@ def test_the_records_lie_in_the_tree_as_they_are_written():
     """A row a line."""
     assert RECORD.read_text() == in_lines(record(), 2) + "\n"
     assert KEPT.read_text() == in_lines(kept(), 3) + "\n"
+    assert mutant_record.KEPT.read_text() == in_lines(mutants(), 2) + "\n"
+
+
+def mutants():
+    return json.loads(mutant_record.KEPT.read_text())
+
+
+def test_every_mutant_was_caught_or_lives_for_a_reason():
+    """Of "columns of heads" only what the other columns do not need is tried, in test_hip_mutants.py."""
+    assert mutant_record.failures(mutants()) == []
+    assert {row["case"] for row in mutants()} == set(REQUESTS) - {"columns of heads"}
+    for row in mutants():
+        assert row["caught"] > 0.85 * row["can differ"], row["case"]
+        assert len(row["elsewhere"]) <= row["lives"].get("elsewhere", 0), row["case"]
+        assert set(row["elsewhere"].values()) <= set(REQUESTS), row["case"]
+
+
+def test_a_mutant_that_lives_or_was_not_tried_is_a_failure():
+    for change in ({"wrong": ["no barrier in choose"]}, {"caught": 0}, {"runs": 7}):
+        assert len(mutant_record.failures([mutants()[0] | change])) == 1
+
+
+@pytest.mark.parametrize("case", some_always([*REQUESTS][:-1], "split"))
+def test_mutants_are_of_todays_objects(case):
+    """Else all of the case are to be tried again: `python -m tests.lib.gfx942.hip_mutants`, then mutant_record."""
+    (row,) = (one for one in mutants() if one["case"] == case)
+    assert row["object"] == walk(case).kernel.code_object.sha256
 
 
 def stale(kept):

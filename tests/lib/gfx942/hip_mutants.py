@@ -142,6 +142,7 @@ NO_ROWS = "of a block without rows, which reads nothing that it staged"
 OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
 ATTENTION = "run_layers_between > run_layer > attention > walk_split > walk_span"
 QKV_ROWS = "run_layers_between > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
+GAINS = "it leaves gains, and words that tell of themselves, on their way: whoever needs them waits again"
 STORES = "receive > append > each > operator() > store_cache > store_scoped"
 OF_WAVES = "what the waves of a block share is one wave's here (of 'columns of waves' caught)"
 THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
@@ -169,6 +170,8 @@ OF_COLUMNS = {
 # Survivors of other cases that are none of "split"'s.
 ARGUED_OF = {
     "wide": {
+        "no wait for vmcnt in run_layers_between > have_come > stay": GAINS,
+        "a wait for vmcnt but one in run_layers_between > have_come > stay": GAINS,
         f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
         "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
         "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
