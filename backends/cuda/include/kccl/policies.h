@@ -75,8 +75,9 @@ struct PoisonWords {
 
   KCCL_DEVICE static u32 mark(u64) { return 0; }  // any but kEmpty
   KCCL_DEVICE static Vector pack(const float (&v)[kValues], u32) {
-    u32 last = bits_of(v[3]);
-    return {{bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), last == kEmpty ? 0x7fc00000u : last}};
+    u32 last = bits_of(v[3]), second = bits_of(v[1]);
+    if constexpr (kWholeWords == 2) second = second == kEmpty ? 0x7fc00000u : second;
+    return {{bits_of(v[0]), second, bits_of(v[2]), last == kEmpty ? 0x7fc00000u : last}};
   }
   KCCL_DEVICE static void unpack(const Vector& q, float (&v)[kValues]) {
 #pragma unroll
@@ -84,7 +85,11 @@ struct PoisonWords {
   }
   KCCL_DEVICE static Vector load(const u32* p) { return load_whole(p); }
   KCCL_DEVICE static void store(u32* p, const Vector& q) { store_whole(p, q); }
-  KCCL_DEVICE static u32 stale(const Vector& q, u32) { return q.w[3] == kEmpty ? 1 : 0; }
+  KCCL_DEVICE static u32 stale(const Vector& q, u32) {
+    if constexpr (kWholeWords == 2)
+      if (q.w[1] == kEmpty) return 1;
+    return q.w[3] == kEmpty ? 1 : 0;
+  }
   KCCL_DEVICE static u32 seen(const Vector& q, u32) { return q.w[3]; }
 };
 

@@ -16,6 +16,7 @@ using u64 = unsigned long long;
 struct alignas(16) Vector {
   u32 w[4];
 };
+constexpr int kWholeWords = 4;  // that load_whole and store_whole move whole
 
 // Four words, each whole: they may be seen in any order.
 KCCL_DEVICE Vector load_words(const u32* p) {

@@ -24,6 +24,7 @@ using u64 = unsigned long long;
 struct alignas(16) Vector {
   u32 w[4];
 };
+constexpr int kWholeWords = 4;  // that load_whole and store_whole move whole
 
 namespace host {
 

@@ -1,0 +1,78 @@
+"""KCCL's headers compiled for gfx942, run by several simulated GPUs: the collectives of hip/kccl.hip, and the example."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from kog_triton.backends.cuda.layout.collectives import MOST_RANKS, POLICIES, REPORT_WORDS, channel_words
+from kog_triton.backends.cuda.peers import Comm
+from tests import ROOT
+from tests.lib.gfx942.backends import CLANG, text_object
+from tests.lib.gfx942.clang import HIP
+from tests.lib.gfx942.code_object import CodeObject
+from tests.lib.gfx942.executor import PLAIN, SYSTEM, Buffer, Kernel, Launch, Memory
+from tests.lib.gfx942.hip_kernel import INCLUDES
+from tests.lib.kccl_runs import DELAY, VECTORS, Ended
+
+POLICY = {policy.name: policy for policy in POLICIES.values()}
+THREADS, WAVE = 128, 64
+LIMIT = 2_000_000  # instructions
+RUNTIME = (HIP / "runtime.inc").read_text()
+
+
+class Argument(ctypes.Structure):
+    """Of hip/kccl.hip's kernels."""
+
+    _fields_ = (("comm", Comm), *((n, ctypes.c_uint64) for n in ("found", "first", "last", "steps", "blocks")))
+
+
+@cache
+def collectives(policy: str, ranks: int, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> CodeObject:
+    names = {"RANKS": ranks, "POLICY": policy, "DELAY": DELAY}
+    defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
+    return text_object(defined + RUNTIME + (HIP / "kccl.hip").read_text(), includes, compiler)
+
+
+@cache
+def example(includes: tuple[Path, ...] = INCLUDES) -> Kernel:
+    text = (ROOT / "backends/cuda/kccl_example.cu").read_text().split("#ifndef __CUDACC_RTC__")[0]
+    return Kernel(text_object(RUNTIME + text, includes), "add_up")
+
+
+def comms(words: np.ndarray, reports: np.ndarray, limit: int) -> list[Comm]:
+    """Of each rank: words [ranks, words of one], reports [ranks, REPORT_WORDS]; limit in ns."""
+    made = []
+    for rank in range(len(words)):
+        comm = Comm(limit=limit, ranks=len(words), rank=rank)
+        for i, (w, r) in enumerate(zip(words, reports, strict=True)):
+            comm.words[i], comm.reports[i] = w.ctypes.data, r.ctypes.data
+        made.append(comm)
+    return made
+
+
+def run(
+    kernel: Kernel, policy: str, ranks: int, blocks: int = 2, steps: int = 6, memory: Memory = PLAIN, seed: int = 0,
+    limit: int = 1 << 40, absent: int = -1, most: int = LIMIT,
+) -> Ended:  # fmt: skip
+    """`steps` uses in two launches, with nothing done to the words between, or in one if a wait expires there."""
+    values = POLICY[policy].values * VECTORS
+    width = ranks * values if kernel.name == "gather" else values + 1
+    count = channel_words(POLICY[policy], ranks, VECTORS, DELAY * (kernel.name == "delayed")) + 2 * MOST_RANKS
+    words = np.full((ranks, count), POLICY[policy].empty, np.uint32)
+    words[:, -2 * MOST_RANKS :] = 0
+    reports, found = np.zeros((ranks, REPORT_WORDS), np.uint32), np.zeros((ranks, blocks, steps, width), np.float32)
+    shared = [Buffer(one, True, SYSTEM) for memory in (words, reports) for one in memory]
+    for first, last in ((0, steps // 2), (steps // 2, steps)):
+        launches = [
+            Launch(
+                [bytes(Argument(comm, found[rank].ctypes.data, first, last, steps, blocks))],
+                (blocks, 1, 1), (THREADS, 1, 1), rank,
+            )
+            for rank, comm in enumerate(comms(words, reports, limit)) if rank != absent
+        ]  # fmt: skip
+        kernel.run(launches, [*shared, *map(Buffer, found)], memory, seed, steps=most)
+        if reports[:, 0].any():
+            return Ended(1, reports.tolist(), found.ravel(), "")
+    return Ended(0, [], found.ravel(), "")
