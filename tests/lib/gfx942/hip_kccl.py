@@ -1,6 +1,7 @@
 """KCCL's headers compiled for gfx942, run by several simulated GPUs: the collectives of hip/kccl.hip, and the example."""
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from tests import ROOT
 from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.clang import HIP
 from tests.lib.gfx942.code_object import CodeObject
-from tests.lib.gfx942.executor import PLAIN, SYSTEM, Buffer, Kernel, Launch, Memory
+from tests.lib.gfx942.executor import PLAIN, SYSTEM, Buffer, Fault, Kernel, Launch, Memory, round_robin
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.kccl_runs import DELAY, VECTORS, Ended
+from tests.lib.gfx942.litmus import MAPS
+from tests.lib.kccl_runs import DELAY, VECTORS, Ended, assert_right
 
 POLICY = {policy.name: policy for policy in POLICIES.values()}
 THREADS, WAVE = 128, 64
-LIMIT = 2_000_000  # instructions
+MOST_STEPS = 1_000_000  # five times what a run takes that ends
+LIMIT_NS = 400_000  # of the executor's clock, where a wait is to expire
 RUNTIME = (HIP / "runtime.inc").read_text()
 
 
@@ -54,7 +57,7 @@ def comms(words: np.ndarray, reports: np.ndarray, limit: int) -> list[Comm]:
 
 def run(
     kernel: Kernel, policy: str, ranks: int, blocks: int = 2, steps: int = 6, memory: Memory = PLAIN, seed: int = 0,
-    limit: int = 1 << 40, absent: int = -1, most: int = LIMIT,
+    limit: int = 1 << 40, absent: int = -1, xcc: Callable[[int], int] = round_robin,
 ) -> Ended:  # fmt: skip
     """`steps` uses in two launches, with nothing done to the words between, or in one if a wait expires there."""
     values = POLICY[policy].values * VECTORS
@@ -72,7 +75,31 @@ def run(
             )
             for rank, comm in enumerate(comms(words, reports, limit)) if rank != absent
         ]  # fmt: skip
-        kernel.run(launches, [*shared, *map(Buffer, found)], memory, seed, steps=most)
+        kernel.run(launches, [*shared, *map(Buffer, found)], memory, seed, xcc=xcc, steps=MOST_STEPS)
         if reports[:, 0].any():
             return Ended(1, reports.tolist(), found.ravel(), "")
     return Ended(0, [], found.ravel(), "")
+
+
+def wrong(kernel: Kernel, policy: str, ranks: int, seed: int) -> str:
+    """ "" if a run is right, else what was wrong; every fourth run lacks a rank."""
+    memory = Memory(True, (0.3, 0.9)[seed % 2], 0.02, 0.002, (1, 20, 60)[seed % 3])
+    where = {"memory": memory, "seed": seed, "xcc": MAPS[seed % len(MAPS)]}
+    absent = seed // 4 % ranks if seed % 4 == 3 and kernel.name != "delayed" else -1
+    try:
+        if absent >= 0:
+            return reported(run(kernel, policy, ranks, limit=LIMIT_NS, absent=absent, **where), policy, ranks, absent)
+        assert_right(run(kernel, policy, ranks, **where), policy, kernel.name, ranks, 2, 6)
+    except (Fault, AssertionError) as one:
+        return f"{type(one).__name__}: {one}"
+    return ""
+
+
+def reported(ended: Ended, policy: str, ranks: int, absent: int) -> str:
+    """What is wrong with the reports where one rank never came: all are to leave, one says for whom it waited."""
+    told = [report for report in ended.reports if report[1]]
+    if ended.code != 1 or not told or any(report[0] != 1 for report in ended.reports) or ended.reports[absent][1]:
+        return f"reports {ended.reports}"
+    mark = (POLICY[policy].empty, 0) if POLICY[policy].empty else (0, 1)
+    right = all((late, seen, want) == (absent, *mark) for _, _, late, _, seen, want, *_ in told)
+    return "" if right and all(r[3] // (4 * VECTORS) % ranks == absent for r in told) else f"reports {told}"

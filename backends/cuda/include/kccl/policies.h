@@ -90,7 +90,7 @@ struct PoisonWords {
       if (q.w[1] == kEmpty) return 1;
     return q.w[3] == kEmpty ? 1 : 0;
   }
-  KCCL_DEVICE static u32 seen(const Vector& q, u32) { return q.w[3]; }
+  KCCL_DEVICE static u32 seen(const Vector& q, u32) { return stale(q, 0) ? kEmpty : q.w[3]; }
 };
 
 }  // namespace kccl
