@@ -164,7 +164,7 @@ def test_what_is_argued_about_is_there(case):
         # Unfinished at the barrier behind the wait, and nowhere else but where a block without rows has two in a row.
         if why is SUMS_BEHIND and where in found:
             behind = kernel.mnemonics().index("S_BARRIER", found[where].index)
-            others = set().union(*kept(case, found[where]).values()) - {behind}
+            others = set().union(*kept(found[where]).values()) - {behind}
             assert all(any(n.startswith("run_rows") for n in places[i]) for i in others), where
         if why is OF_MANY and case != "many":
             assert walk(case).layout.lowering.num_blocks <= 64
@@ -176,8 +176,8 @@ def test_a_wait_that_other_ways_need_is_found_there():
     assert explained("split", first).startswith("other ways need it: 0x")
     at_barrier = "no wait for lgkmcnt in find_place > sync_consumers"
     waits = [m for m in tried("wide") if place("wide", m) == at_barrier]
-    (argued,) = (m for m in waits if not needed("wide", m))
-    assert len(waits) == 3 and list(kept("wide", argued)) == ["find_place"]
+    (argued,) = (m for m in waits if not needed(m))
+    assert len(waits) == 3 and list(kept(argued)) == ["find_place"]
 
 
 @pytest.mark.parametrize("kind", RANK_KINDS, ids=lambda kind: " in ".join((kind[0], kind[1])))

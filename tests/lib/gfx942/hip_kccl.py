@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,15 @@ from tests.lib.gfx942.clang import HIP
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import PLAIN, SYSTEM, Buffer, Fault, Kernel, Launch, Memory, round_robin
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.gfx942.litmus import MAPS
+from tests.lib.gfx942.litmus import EARLY, MAPS, MOST_STEPS
+from tests.lib.gfx942.mutants import Mutant, mutants
+from tests.lib.gfx942.places import chains
 from tests.lib.kccl_runs import DELAY, VECTORS, Ended, assert_right
 
 POLICY = {policy.name: policy for policy in POLICIES.values()}
 THREADS, WAVE = 128, 64
-MOST_STEPS = 1_000_000  # five times what a run takes that ends
-LIMIT_NS = 400_000  # of the executor's clock, where a wait is to expire
+LIMIT_NS = 2_000_000  # of the executor's clock, where a wait is to expire: 200,000 instructions
+OWN = {"__syncthreads", "__syncthreads_and", "input"}  # of the kernels, where KCCL is inlined into them
 RUNTIME = (HIP / "runtime.inc").read_text()
 
 
@@ -57,7 +60,7 @@ def comms(words: np.ndarray, reports: np.ndarray, limit: int) -> list[Comm]:
 
 def run(
     kernel: Kernel, policy: str, ranks: int, blocks: int = 2, steps: int = 6, memory: Memory = PLAIN, seed: int = 0,
-    limit: int = 1 << 40, absent: int = -1, xcc: Callable[[int], int] = round_robin,
+    limit: int = 1 << 40, absent: int = -1, xcc: Callable[[int], int] = round_robin, counts: np.ndarray | None = None,
 ) -> Ended:  # fmt: skip
     """`steps` uses in two launches, with nothing done to the words between, or in one if a wait expires there."""
     values = POLICY[policy].values * VECTORS
@@ -75,17 +78,20 @@ def run(
             )
             for rank, comm in enumerate(comms(words, reports, limit)) if rank != absent
         ]  # fmt: skip
-        kernel.run(launches, [*shared, *map(Buffer, found)], memory, seed, xcc=xcc, steps=MOST_STEPS)
+        buffers = [*shared, *map(Buffer, found)]
+        done = kernel.run(launches, buffers, memory, seed, xcc=xcc, steps=MOST_STEPS)
+        if counts is not None:
+            counts += done.executed
         if reports[:, 0].any():
             return Ended(1, reports.tolist(), found.ravel(), "")
     return Ended(0, [], found.ravel(), "")
 
 
-def wrong(kernel: Kernel, policy: str, ranks: int, seed: int) -> str:
+def wrong(kernel: Kernel, policy: str, ranks: int, seed: int, counts: np.ndarray | None = None) -> str:
     """ "" if a run is right, else what was wrong; every fourth run lacks a rank."""
-    memory = Memory(True, (0.3, 0.9)[seed % 2], 0.02, 0.002, (1, 20, 60)[seed % 3])
-    where = {"memory": memory, "seed": seed, "xcc": MAPS[seed % len(MAPS)]}
-    absent = seed // 4 % ranks if seed % 4 == 3 and kernel.name != "delayed" else -1
+    memory = Memory(True, EARLY[seed % 3], 0.02, 0.002, (1, 20, 60)[seed // 3 % 3])
+    where: dict[str, Any] = {"memory": memory, "seed": seed, "xcc": MAPS[seed % len(MAPS)], "counts": counts}
+    absent = seed // 4 % ranks if seed % 4 == 3 else -1
     try:
         if absent >= 0:
             return reported(run(kernel, policy, ranks, limit=LIMIT_NS, absent=absent, **where), policy, ranks, absent)
@@ -96,10 +102,18 @@ def wrong(kernel: Kernel, policy: str, ranks: int, seed: int) -> str:
 
 
 def reported(ended: Ended, policy: str, ranks: int, absent: int) -> str:
-    """What is wrong with the reports where one rank never came: all are to leave, one says for whom it waited."""
+    """What is wrong with the reports where one rank never came: all are to leave, and it is named."""
     told = [report for report in ended.reports if report[1]]
-    if ended.code != 1 or not told or any(report[0] != 1 for report in ended.reports) or ended.reports[absent][1]:
-        return f"reports {ended.reports}"
-    mark = (POLICY[policy].empty, 0) if POLICY[policy].empty else (0, 1)
-    right = all((late, seen, want) == (absent, *mark) for _, _, late, _, seen, want, *_ in told)
-    return "" if right and all(r[3] // (4 * VECTORS) % ranks == absent for r in told) else f"reports {told}"
+    marks = (POLICY[policy].empty, 0) if POLICY[policy].empty else (0, 1)
+    right = all((late, *marks) == (place // (4 * VECTORS) % ranks, *seen) for _, _, late, place, *seen, _, _ in told)
+    right &= absent in {report[2] for report in told} and not ended.reports[absent][1]
+    return "" if right and all(report[0] == 1 for report in ended.reports) else f"reports {ended.reports}"
+
+
+def of_kccl(kernel: Kernel, policy: str, ranks: int) -> list[Mutant]:
+    """Mutants of what runs of KCCL's own code, not of the kernel's that calls it."""
+    counts = np.zeros(len(kernel.records), np.uint64)
+    for seed in range(8):
+        wrong(kernel, policy, ranks, seed, counts)
+    places = chains(kernel.code_object, kernel.name)
+    return [m for m in mutants(kernel) if counts[m.index] and not OWN.intersection(places[m.index])]

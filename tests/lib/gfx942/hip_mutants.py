@@ -378,9 +378,9 @@ def idle(case: str, mutant: Mutant) -> bool:
     return beyond <= int("but one" in mutant.what)
 
 
-def needed(case: str, mutant: Mutant) -> list[str]:
+def needed(mutant: Mutant) -> list[str]:
     """What a mutant without a wait, or with a shorter one, touches too early on any way through its code (waits.py)."""
-    kernel, change = walk(case).kernel, mutant.kernel.records
+    kernel, change = mutant.original, mutant.kernel.records
     made, code = kernel.code_object, kernel.code_object.code(kernel.name)[1]
     patched = bytearray(code)
     for k in mutant.changed:
@@ -390,10 +390,10 @@ def needed(case: str, mutant: Mutant) -> list[str]:
     return touched_early(CodeObject(made.blob.replace(code, bytes(patched))), kernel.name)
 
 
-def kept(case: str, mutant: Mutant) -> dict[str, set[int]]:
+def kept(mutant: Mutant) -> dict[str, set[int]]:
     """The places of what such a mutant leaves unfinished where waves meet, on any way, and which instructions those
     are; but for what only its own wave looks at."""
-    kernel, change = walk(case).kernel, mutant.kernel.records
+    kernel, change = mutant.original, mutant.kernel.records
     waits = {int(change["at"][k]): int(change["offset"][k]) for k in mutant.changed}
     index = {int(at): k for k, at in enumerate(kernel.records["at"])}
     places = chains(kernel.code_object, kernel.name)
@@ -412,9 +412,9 @@ def explained(case: str, mutant: Mutant) -> str:
     argued = ARGUED_OF.get(case, {}).get(where) or ARGUED.get(where, "")
     if argued or " wait for " not in mutant.what:
         return argued
-    if ways := needed(case, mutant):
+    if ways := needed(mutant):
         return f"other ways need it: {ways[0]}"
-    return "" if kept(case, mutant) else "no way needs it"
+    return "" if kept(mutant) else "no way needs it"
 
 
 def tried(case: str) -> Iterator[Mutant]:
