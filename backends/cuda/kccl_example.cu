@@ -3,8 +3,14 @@
 //     nvcc -std=c++20 -arch=sm_90a -I backends/cuda/include -o kccl_example backends/cuda/kccl_example.cu
 //     ./kccl_example            two GPUs that reach each other's memory
 //
+// For AMD's: hipcc -std=c++20 --offload-arch=gfx942 -I backends/hip/include -I backends/cuda/include -x hip
+//
 // One block a GPU. Step by step every GPU sends its part of a vector of 1,024 floats and gets the sum of all parts, of
 // which it makes its next part: nothing but the words themselves says when they are there.
+#ifdef __HIP__
+#include <hip/hip_runtime.h>
+#define __grid_constant__
+#endif
 #include <kccl/collectives.h>
 
 constexpr int kRanks = 2, kThreads = 256, kSteps = 1000;
@@ -30,6 +36,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #ifndef __CUDACC_RTC__
 #include <cstdio>
 #include <cstdlib>
+
+#ifdef __HIP__
+#define cudaError_t hipError_t
+#define cudaSuccess hipSuccess
+#define cudaGetErrorString hipGetErrorString
+#define cudaGetLastError hipGetLastError
+#define cudaSetDevice hipSetDevice
+#define cudaDeviceEnablePeerAccess hipDeviceEnablePeerAccess
+#define cudaDeviceSynchronize hipDeviceSynchronize
+#define cudaMemset hipMemset
+#define cudaMemcpy hipMemcpy
+#define cudaMemcpyDeviceToHost hipMemcpyDeviceToHost
+// What no GPU caches: elsewhere words of system scope stay where one GPU has them.
+#define cudaMalloc(to, bytes) hipExtMallocWithFlags(reinterpret_cast<void**>(to), bytes, hipDeviceMallocUncached)
+#endif
 
 static void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;

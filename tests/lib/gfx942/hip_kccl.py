@@ -25,7 +25,7 @@ POLICY = {policy.name: policy for policy in POLICIES.values()}
 THREADS, WAVE = 128, 64
 LIMIT_NS = 2_000_000  # of the executor's clock, where a wait is to expire: 200,000 instructions
 OWN = {"__syncthreads", "__syncthreads_and", "input"}  # of the kernels, where KCCL is inlined into them
-RUNTIME = (HIP / "runtime.inc").read_text()
+RUNTIME = HIP.parent / "hip_runtime"  # in the place of ROCm's header
 
 
 class Argument(ctypes.Structure):
@@ -38,13 +38,13 @@ class Argument(ctypes.Structure):
 def collectives(policy: str, ranks: int, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> CodeObject:
     names = {"RANKS": ranks, "POLICY": policy, "DELAY": DELAY}
     defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
-    return text_object(defined + RUNTIME + (HIP / "kccl.hip").read_text(), includes, compiler)
+    return text_object(defined + (HIP / "kccl.hip").read_text(), (*includes, RUNTIME), compiler)
 
 
 @cache
 def example(includes: tuple[Path, ...] = INCLUDES) -> Kernel:
     text = (ROOT / "backends/cuda/kccl_example.cu").read_text().split("#ifndef __CUDACC_RTC__")[0]
-    return Kernel(text_object(RUNTIME + text, includes), "add_up")
+    return Kernel(text_object(text, (*includes, RUNTIME)), "add_up")
 
 
 def comms(words: np.ndarray, reports: np.ndarray, limit: int) -> list[Comm]:

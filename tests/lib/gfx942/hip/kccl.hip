@@ -1,10 +1,11 @@
 // KCCL's collectives on gfx942, a kernel each (hip_kccl.py): what tests/lib/cuda_host/kccl.cpp has CPU threads do.
-// Compiled with RANKS, POLICY, DELAY behind what hip_runtime.h would say of threads (runtime.inc).
+// Compiled with RANKS, POLICY, DELAY.
+#include <hip/hip_runtime.h>
 #include <kccl/collectives.h>
 
 using namespace kccl;
 
-constexpr int kVectors = 5, kRanks = RANKS, kThreads = 128;  // two waves: the first sends, the second fetches
+constexpr int kVectors = 5, kRanks = RANKS, kThreads = 128;  // two waves, of which the second fetches
 using Sums = AllReduce<POLICY, kRanks>;
 using LateSums = DelayedAllReduce<POLICY, kRanks, DELAY>;
 using Rows = AllGather<POLICY, kRanks>;
@@ -28,8 +29,9 @@ DEVICE float input(int rank, u32 step, int i) {
 
 template <class Channel>
 DEVICE void send(const Channel& channel, const Argument& a, u32 step) {
-  int at = static_cast<int>(threadIdx.x * a.blocks + blockIdx.x);
-  if (at >= kVectors) return;
+  const int lane = static_cast<int>(threadIdx.x) - kThreads / 2 * static_cast<int>(blockIdx.x % 2);
+  const int at = lane * static_cast<int>(a.blocks) + static_cast<int>(blockIdx.x);
+  if (lane < 0 || at >= kVectors) return;
   float mine[kValues];
 #pragma unroll
   for (int j = 0; j < kValues; j++) mine[j] = input(a.comm.rank, step, at * kValues + j);

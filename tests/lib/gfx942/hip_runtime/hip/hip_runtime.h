@@ -1,7 +1,7 @@
-// Of hip_runtime.h, what the kernels of hip_kccl.py take.
+// Of ROCm's header, what the kernels of hip_kccl.py take.
+#pragma once
 #define __global__ __attribute__((global))
 #define __shared__ __attribute__((shared))
-#define __grid_constant__
 #define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
 struct Index {
   unsigned x;
