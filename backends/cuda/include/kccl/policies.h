@@ -3,14 +3,16 @@
 //                values of 16 bytes    each value          whole     before the first use
 //   PhaseWords   4                     less its last bit   word      0
 //   EpochPairs   2                     all 32 bits         pair      0
-//   PoisonWords  4                     all 32 bits         vector    0xffffffff
+//   PoisonWords  4                     all 32 bits         vector*   0xffffffff
+//
+// * Or each half of it, which then is poison by itself: kWholeWords, which AMD's GPUs have 2 of.
 //
 //   kValues      floats of a vector
 //   kBuffers     that rotate for each use that may be under way (channel.h)
 //   kEmpty       what every word holds before the first use
 //   kClears      whether a buffer is made empty again before its next use
 //   mark(n)      what distinguishes the n-th use of a buffer from its others
-//   pack, unpack values to a vector and back;   store, load  by one instruction
+//   pack, unpack values to a vector and back;   store, load  by one instruction (AMD: two)
 //   stale        0 where the vector that was loaded is there: a number, for a thread has seven predicates, and a poll
 //                more vectors
 //   seen         the mark that it had
@@ -75,7 +77,7 @@ struct PoisonWords {
 
   KCCL_DEVICE static u32 mark(u64) { return 0; }  // any but kEmpty
   KCCL_DEVICE static Vector pack(const float (&v)[kValues], u32) {
-    u32 last = bits_of(v[3]), second = bits_of(v[1]);
+    u32 second = bits_of(v[1]), last = bits_of(v[3]);
     if constexpr (kWholeWords == 2) second = second == kEmpty ? 0x7fc00000u : second;
     return {{bits_of(v[0]), second, bits_of(v[2]), last == kEmpty ? 0x7fc00000u : last}};
   }

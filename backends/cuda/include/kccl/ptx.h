@@ -1,5 +1,5 @@
-// KCCL's instructions, one wrapper each. A host build brings its own (tests/lib/cuda_host/kccl), so that the rest
-// runs on a CPU as it stands.
+// KCCL's instructions, one wrapper each. HIP brings its own (backends/hip/include/kccl), and so does a host build
+// (tests/lib/cuda_host/kccl): the rest compiles as it stands.
 //
 // Every access to a word is relaxed and of scope .sys on both ends: a word written by another GPU is only sure to be
 // seen by a load of that scope, even in the reader's own memory.

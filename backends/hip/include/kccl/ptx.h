@@ -1,8 +1,8 @@
 // KCCL's instructions on CDNA3, in the place of CUDA's (the include path decides). No ROCm header is needed.
 //
 // Every access to a word is relaxed and of system scope (sc0 sc1) on both ends, in memory that no GPU caches
-// (hipDeviceMallocUncached; elsewhere AMD has system scope act as the GPU's own). One access moves 8 bytes whole at
-// most. What is said of a warp holds of a wave of 64.
+// (hipDeviceMallocUncached): in other memory AMD has system scope act as the GPU's own. One access moves 8 bytes whole
+// at most. A warp is a wave of 64.
 #pragma once
 
 #define KCCL_DEVICE inline __attribute__((device, always_inline))
