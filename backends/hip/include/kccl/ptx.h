@@ -26,19 +26,26 @@ template <class T>
 KCCL_DEVICE T load_system(const T* p) {
   return __hip_atomic_load(in_memory(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// Threads of a wave that ask for one place at once may find different things there. LLVM takes what is at one address for
+// one thing, and ended a wait when any thread had found its word: so an address is a thread's own.
+KCCL_DEVICE const u32* of_thread(const u32* p) {
+  asm("" : "+v"(p));
+  return p;
+}
 template <class T>
 KCCL_DEVICE void store_system(T* p, T v) {
   __hip_atomic_store(in_memory(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
 KCCL_DEVICE u64 join(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
-KCCL_DEVICE u64 load_pair(const u32* p) { return load_system(reinterpret_cast<const u64*>(p)); }
+KCCL_DEVICE u64 load_pair(const u32* p) { return load_system(reinterpret_cast<const u64*>(of_thread(p))); }
 KCCL_DEVICE void store_pair(u32* p, u64 v) { store_system(reinterpret_cast<u64*>(p), v); }
-KCCL_DEVICE u32 load_word(const u32* p) { return load_system(p); }
+KCCL_DEVICE u32 load_word(const u32* p) { return load_system(of_thread(p)); }
 KCCL_DEVICE void store_word(u32* p, u32 v) { store_system(p, v); }
 
 KCCL_DEVICE Vector load_pairs(const u32* p) {
-  u64 a = load_pair(p), b = load_pair(p + 2);
+  const u64* pairs = reinterpret_cast<const u64*>(of_thread(p));
+  u64 a = load_system(pairs), b = load_system(pairs + 1);
   return {{static_cast<u32>(a), static_cast<u32>(a >> 32), static_cast<u32>(b), static_cast<u32>(b >> 32)}};
 }
 KCCL_DEVICE void store_pairs(u32* p, const Vector& v) {

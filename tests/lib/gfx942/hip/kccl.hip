@@ -1,4 +1,4 @@
-// KCCL's collectives on gfx942, a kernel each (hip_kccl.py): what tests/lib/cuda_host/kccl.cpp has CPU threads do.
+// KCCL's collectives on gfx942, a kernel each (tests/gfx942/test_hip_kccl.py): what cuda_host/kccl.cpp has CPU threads do.
 // Compiled with RANKS, POLICY, DELAY.
 #include <hip/hip_runtime.h>
 #include <kccl/collectives.h>
@@ -7,19 +7,16 @@ using namespace kccl;
 
 constexpr int kVectors = 5, kRanks = RANKS, kThreads = 128;  // two waves, of which the second fetches
 using Sums = AllReduce<POLICY, kRanks>;
-using LateSums = DelayedAllReduce<POLICY, kRanks, DELAY>;
-using Rows = AllGather<POLICY, kRanks>;
 constexpr int kValues = Sums::kValues, kStep = kVectors * kValues;
-#define DEVICE inline __attribute__((device, always_inline))
 
 struct Argument {
   Comm comm;
   float* found;  // of the rank: [blocks, steps, values a step]
-  u64 first, last, steps, blocks;
+  u64 first, last, steps;
 };
 static __shared__ float firsts[3][kStep];  // of steps, their first rows: one is written while the last one is read
 
-DEVICE float input(int rank, u32 step, int i) {
+KCCL_DEVICE float input(int rank, u32 step, int i) {
   u32 h = static_cast<u32>(rank) * 2654435761u + step * 40503u + static_cast<u32>(i) * 69069u;
   h ^= h >> 16, h *= 0x45d9f3bu, h ^= h >> 16;
   if (h % 61 == 0) return float_of(0xffffffffu);
@@ -27,20 +24,21 @@ DEVICE float input(int rank, u32 step, int i) {
   return b - b == 0 ? v + 0x1p-5f * b : v;  // of finite ones
 }
 
+// By the first wave of block 0, and by the second one, which fetches as well, of block 1.
 template <class Channel>
-DEVICE void send(const Channel& channel, const Argument& a, u32 step) {
-  const int lane = static_cast<int>(threadIdx.x) - kThreads / 2 * static_cast<int>(blockIdx.x % 2);
-  const int at = lane * static_cast<int>(a.blocks) + static_cast<int>(blockIdx.x);
+KCCL_DEVICE void send(const Channel& channel, u32 step) {
+  const int block = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x) - kThreads / 2 * block;
+  const int at = 2 * lane + block;
   if (lane < 0 || at >= kVectors) return;
   float mine[kValues];
 #pragma unroll
-  for (int j = 0; j < kValues; j++) mine[j] = input(a.comm.rank, step, at * kValues + j);
+  for (int j = 0; j < kValues; j++) mine[j] = input(channel.comm.rank, step, at * kValues + j);
   channel.clear(step, at);
   channel.send(step, at, mine);
 }
 
-template <class Channel, int kRows>
-DEVICE bool fetch(const Channel& channel, u32 step, float* to) {
+template <int kRows, class Channel>
+KCCL_DEVICE bool fetch(const Channel& channel, u32 step, float* to) {
   const int lane = static_cast<int>(threadIdx.x) - kThreads / 2;
   auto at = [&](int i) { return 2 * lane + i < kVectors ? 2 * lane + i : -1; };
   float two[kRows][2][kValues];
@@ -51,62 +49,60 @@ DEVICE bool fetch(const Channel& channel, u32 step, float* to) {
     else
       there = channel.fetch(step, at, two[0]);
 #pragma unroll
-    for (int row = 0; row < kRows; row++)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int j = 0; j < kValues; j++)
-          if (at(i) >= 0) {
-            to[row * kStep + at(i) * kValues + j] = two[row][i][j];
-            if (row == 0) firsts[step % 3][at(i) * kValues + j] = two[0][i][j];
-          }
+    for (int k = 0; k < kRows * 2 * kValues; k++) {
+      const int row = k / (2 * kValues), i = k / kValues % 2, j = k % kValues;
+      if (at(i) < 0) continue;
+      to[row * kStep + at(i) * kValues + j] = two[row][i][j];
+      if (row == 0) firsts[step % 3][at(i) * kValues + j] = two[0][i][j];
+    }
   }
   return __syncthreads_and(there);
 }
 
 template <class Step>
-DEVICE void walk(const Argument& a, int width, Step step_of) {
+KCCL_DEVICE void walk(const Argument& a, int width, Step step_of) {
   float* found = a.found + blockIdx.x * a.steps * width;
   if (a.first > 0 && threadIdx.x < kStep)
     firsts[(a.first + 2) % 3][threadIdx.x] = found[(a.first - 1) * width + threadIdx.x];
-  __syncthreads_and(1);
+  __syncthreads();
   for (u64 step = a.first; step < a.last; step++)
     if (!step_of(static_cast<u32>(step), found + step * width)) return;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) reduce(const Argument a) {
+#define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
+
+KERNEL reduce(const Argument a) {
   Sums sums{a.comm, 0, kVectors};
   walk(a, kStep + 1, [&](u32 step, float* out) {
-    send(sums, a, step);
-    return fetch<Sums, 1>(sums, step, out);
+    send(sums, step);
+    return fetch<1>(sums, step, out);
   });
 }
-extern "C" __global__ void __launch_bounds__(kThreads) delayed(const Argument a) {
-  LateSums sums{a.comm, 0, kVectors};
+KERNEL delayed(const Argument a) {
+  DelayedAllReduce<POLICY, kRanks, DELAY> sums{a.comm, 0, kVectors};
   walk(a, kStep + 1, [&](u32 step, float* out) {
-    bool there = fetch<LateSums, 1>(sums, step, out);
-    if (there) send(sums, a, step);
+    bool there = fetch<1>(sums, step, out);
+    if (there) send(sums, step);
     return there;
   });
 }
-extern "C" __global__ void __launch_bounds__(kThreads) gather(const Argument a) {
-  Rows rows{a.comm, 0, kVectors};
+KERNEL gather(const Argument a) {
+  AllGather<POLICY, kRanks> rows{a.comm, 0, kVectors};
   walk(a, kRanks * kStep, [&](u32 step, float* out) {
-    send(rows, a, step);
-    return fetch<Rows, kRanks>(rows, step, out);
+    send(rows, step);
+    return fetch<kRanks>(rows, step, out);
   });
 }
-extern "C" __global__ void __launch_bounds__(kThreads) chosen(const Argument a) {
+KERNEL chosen(const Argument a) {
   Sums sums{a.comm, 0, kVectors};
   Broadcast<kRanks> token{a.comm, Sums::kWords * kVectors};
   walk(a, kStep + 1, [&](u32 step, float* out) {
-    send(sums, a, step);
-    if (!fetch<Sums, 1>(sums, step, out)) return false;
-    int chooses = static_cast<int>(step % kRanks);
-    if (chooses == a.comm.rank && blockIdx.x == 0 && threadIdx.x == 0)
-      token.send(step, 1000 * static_cast<u32>(chooses) + step);
-    u32 value = 0;
-    bool there = threadIdx.x < kThreads / 2 || token.fetch(step, chooses, value);
+    send(sums, step);
+    if (!fetch<1>(sums, step, out)) return false;
+    u32 chooses = step % kRanks, value = 0;
+    if (a.comm.rank == static_cast<int>(chooses) && blockIdx.x == 0 && threadIdx.x == 0)
+      token.send(step, 1000 * chooses + step);
+    bool there = threadIdx.x < kThreads / 2 || token.fetch(step, static_cast<int>(chooses), value);
     if (threadIdx.x == kThreads / 2) out[kStep] = static_cast<float>(value);
     return __syncthreads_and(there) != 0;
   });
