@@ -77,9 +77,8 @@ def run(kernel, policy, ranks, limit=NEVER, absent=-1, counts=None, **where):
             launches += [Launch([bytes(argument)], (BLOCKS, 1, 1), (THREADS, 1, 1), rank)] * (
                 rank != absent
             )
-        done = kernel.run(
-            launches, [*of_all.buffers, *map(Buffer, found)], steps=MOST_STEPS, **where
-        )
+        buffers, most = [*of_all.buffers, *map(Buffer, found)], MOST_STEPS * ranks // 2
+        done = kernel.run(launches, buffers, steps=most, **where)
         if counts is not None:
             counts += done.executed
         if of_all.reports[:, 0].any():

@@ -26,8 +26,8 @@ template <class T>
 KCCL_DEVICE T load_system(const T* p) {
   return __hip_atomic_load(in_memory(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
-// Threads of a wave that ask for one place at once may find different things there. LLVM takes what is at one address for
-// one thing, and ended a wait when any thread had found its word: so an address is a thread's own.
+// Threads of a wave that ask for one place at once may find different things there. LLVM takes what is at one address
+// for one thing, and ended a wait when any thread had found its word: so an address is a thread's own.
 KCCL_DEVICE const u32* of_thread(const u32* p) {
   asm("" : "+v"(p));
   return p;

@@ -1,5 +1,5 @@
-// KCCL's collectives on gfx942, a kernel each (tests/gfx942/test_hip_kccl.py): what cuda_host/kccl.cpp has CPU threads do.
-// Compiled with RANKS, POLICY, DELAY.
+// KCCL's collectives on gfx942, a kernel each (test_hip_kccl.py): what cuda_host/kccl.cpp has CPU threads do. Compiled
+// with RANKS, POLICY, DELAY.
 #include <hip/hip_runtime.h>
 #include <kccl/collectives.h>
 
