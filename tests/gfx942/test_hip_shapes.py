@@ -84,7 +84,7 @@ def test_inputs_over_sums_that_are_still_added_are_seen(tmp_path):
 NO_COLUMNS = {"llama-3.3-70b", "mistral-large-123b", "qwen2.5-7b", "llama-2-7b"}
 
 
-# Bytes of scratch memory of a kernel of one token, by GPUs: addresses that are looked at once a token, of models too wide
+# Bytes of scratch memory of a kernel of one token, by GPUs: addresses, looked at once a token, of models too wide
 # for x, its gains and the choice of a token among 2,048 blocks. Mistral-Large on one GPU wants an MI325X's memory.
 SCRATCH = {("mistral-large-123b", 1): 8, ("mistral-large-123b", 8): 72, ("llama-3.3-70b", 8): 44}
 OF_RANKS = [
