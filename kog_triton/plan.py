@@ -182,8 +182,9 @@ def placement(lowering: HipLowering) -> str:
         for die in place_blocks(lowering)
     ]
     where = " of GPU 0" if lowering.schedule.num_ranks > 1 else ""
+    many = "about as many" if lowering.num_blocks % lowering.gpu.dies else "as many"
     head = (
-        "Placed by the XCC_ID that each block reads at every launch; with as many blocks on each "
+        f"Placed by the XCC_ID that each block reads at every launch; with {many} blocks on each "
         f"XCD{where}:"
     )
     return "\n".join([head, *lines, *gathering(lowering)])

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_triton.backends import find_backend, refuse_narrow
+from kog_triton.backends import find_backend
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.model import add_model, open_spec
+from kog_triton.plan import plan_hip
+from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
 
 
@@ -34,8 +36,8 @@ def _body(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     backend: Any = find_backend("hip")
     _, spec = open_spec(args)
-    refuse_narrow(backend, spec)
     gpu = find_gpu(args.device)
+    plan_hip(build(spec, args.gpus), gpu, args.blocks)  # refuses what has no kernel
     for path in backend.prebuild(
         args.folder, spec, gpu, args.max_model_len, args.gpus, args.blocks
     ):

@@ -3,7 +3,10 @@
 //     nvcc -std=c++20 -arch=sm_90a -I backends/cuda/include -o kccl_example backends/cuda/kccl_example.cu
 //     ./kccl_example            two GPUs that reach each other's memory
 //
-// For AMD's: hipcc -std=c++20 --offload-arch=gfx942 -I backends/hip/include -I backends/cuda/include -x hip
+// For AMD's:
+//
+//     hipcc -std=c++20 --offload-arch=gfx942 -I backends/hip/include -I backends/cuda/include -o kccl_example \
+//         -x hip backends/cuda/kccl_example.cu
 //
 // One block a GPU. Step by step every GPU sends its part of a vector of 1,024 floats and gets the sum of all parts, of
 // which it makes its next part: nothing but the words themselves says when they are there.

@@ -148,7 +148,7 @@ class HipBackend(CudaBackend):
         # No refusal: tokens are right all the same, and who has one compiler has no other kernel.
         if scratch := kernel.resources().local_bytes:
             name = Path(source).stem
-            told = "%s.hip has %d bytes of scratch memory a thread, and will be slow: %s"
+            told = "%s.hip has %d bytes of scratch memory a thread, and may be slow: %s"
             log.warning(told, name, scratch, source_of_code())
         return kernel
 

@@ -2,7 +2,13 @@
 
 from functools import cached_property
 
-from kog_triton.backends.cuda.layout.batches import batch_units, small_bytes, sum_bytes, up
+from kog_triton.backends.cuda.layout.batches import (
+    batch_units,
+    small_bytes,
+    staged_bytes,
+    sum_bytes,
+    up,
+)
 from kog_triton.backends.cuda.layout.layout import (
     PARTIAL_BYTES,
     SMALL_BYTES,
@@ -53,17 +59,17 @@ def lay_out_hip(lowering: HipLowering, max_context: int) -> HipLayout:
     check_model(lowering)
     splits, kernel = proved_kernel(lowering)
     small = small_bytes(lowering, SMALL_BYTES)
-    most = lowering.gpu.shared_bytes - STATIC_BYTES
     inside, over_sums, least = scratch_rooms(lowering, splits)
-    left = (most - small - PARTIAL_BYTES) // 128 * 128
-    for scratch in (inside, over_sums, max(least, left)):
-        layout = HipLayout(
-            lowering, max_context, kernel, splits, scratch, 0, threads=THREADS, small_bytes=small
+    left = (lowering.gpu.shared_bytes - STATIC_BYTES - small - PARTIAL_BYTES) // 128 * 128
+    # A stage's inputs and sums of one unit, twice, are the least that it needs.
+    stages = matrix_stages(lowering.schedule)
+    each = (staged_bytes(lowering, s) + 2 * sum_bytes(lowering, s, 1) for s in stages)
+    needed, room = max(least + PARTIAL_BYTES, *each), left + PARTIAL_BYTES
+    if needed > room:
+        raise ModelError(
+            f"activations and partial sums take {needed} bytes of LDS: {lowering.gpu.name} has {room} for them"
         )
-        room = all(layout.units_behind(s) != 0 for s in matrix_stages(lowering.schedule))
-        if layout.shared_bytes <= most and room:
-            return layout
-    raise ModelError(
-        f"activations and partial sums take {layout.shared_bytes} bytes of LDS: "
-        f"{lowering.gpu.name} has {most} for them"
+    scratch = next((whole for whole in (inside, over_sums) if whole <= left), left)
+    return HipLayout(
+        lowering, max_context, kernel, splits, scratch, 0, threads=THREADS, small_bytes=small
     )

@@ -18,8 +18,8 @@ from kog_triton.errors import DeviceError
 FOLDER = "KOG_HIP_OBJECTS"
 SUFFIX = ".hsaco"
 MAKE = (
-    "make it with python -m kog_triton.prebuild of this version, model and context, or take "
-    f"{FOLDER} away to compile here"
+    "make it with python -m kog_triton.prebuild of this version, model, context, --gpus and --blocks, or "
+    f"take {FOLDER} away to compile here"
 )
 
 

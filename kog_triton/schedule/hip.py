@@ -72,11 +72,11 @@ def place_blocks(lowering: HipLowering) -> list[Die]:
 def asked_blocks(schedule: Schedule, gpu: Gpu, asked: int) -> int:
     """What is asked for, of each GPU; 0 is the usual number. RequestError for what a lowering would not have."""
     lanes = schedule.shards_per_rank
-    most = lanes * _most_of_lane(schedule)
+    most = lanes * min(_most_of_lane(schedule), gpu.num_sms // lanes)
     of = f"this model takes {f'a multiple of {lanes}, ' if lanes > 1 else ''}{most} at most"
     if asked > gpu.num_sms:
         of = f"{gpu.name} has {gpu.num_sms} compute units, for one each"
-    if asked % lanes or not 0 <= asked <= min(most, gpu.num_sms):
+    if asked % lanes or not 0 <= asked <= most:
         raise RequestError(f"{asked} blocks: {of}")
     return asked
 

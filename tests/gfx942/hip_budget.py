@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.json_file import in_lines
+from kog_triton.model.shapes import named_shape
+from kog_triton.schedule.hip import asked_blocks
+from kog_triton.schedule.schedule import build
+from kog_triton.schedule.topology import GPUS
 from tests.gfx942.budget import BANDWIDTH, CLOCK, CYCLES
 
 KEPT = Path(__file__).parent / "hip_budget.json"
@@ -134,6 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.keep or args.kept) and (args.blocks or args.position):
         parser.error("what is kept has the usual blocks, and the first token")
+    from tests.lib.gfx942.full_width import CONTEXT
+
+    if not 0 <= args.position < CONTEXT:
+        parser.error(f"--position {args.position}: from 0 to {CONTEXT - 1}")
+    for name in args.models or MODELS:
+        asked_blocks(build(named_shape(name)), GPUS["mi300x"], args.blocks)
     print(
         f"Assumed: {BANDWIDTH / 1e12} TB/s, {LATENCY} us from a load to its data, {CLOCK / 1e9} GHz, {CYCLES} cycles of"
         " a SIMD an instruction of a wave, 16 one of a quarter's rate. Nothing of this was measured on AMD hardware."

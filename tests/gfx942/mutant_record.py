@@ -2,11 +2,11 @@
 
     python -m tests.gfx942.mutant_record FOUND.json ...
 
-takes the records of `tests.lib.gfx942.hip_mutants`, one a case, each of a whole case; of the others what was written
-down before stays. mutants.json says of every case
-its object, how many mutants can differ, how many were caught, by how many runs at least each of the others was tried,
-and how many of those live for which reason (`REASONS`) or are caught in another case. One that lives for none is a
-failure.
+takes the records of `tests.lib.gfx942.hip_mutants`, one a case, each of a whole case: in one call those of a case and
+of all others that catch what lives in it. Of other cases what was written down before stays. mutants.json says of every
+case its object, how many mutants can differ, how many were caught, by how many runs at least each of the others was
+tried, and how many of those live for which reason (`REASONS`) or are caught in another case. One that lives for none is
+a failure.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from tests.lib.gfx942.hip_mutants import REQUESTS, Record, explained, idle, plac
 
 KEPT = Path(__file__).parent / "mutants.json"
 # Of a wait: what a walk over all ways through the code says (waits.py). Of all: ARGUED and ARGUED_OF.
+LEAST_RUNS = 8
 REASONS = ("other ways need it", "no way needs it", "argued")
 
 
@@ -52,15 +53,15 @@ def row(record: Record, others: Sequence[Record]) -> dict[str, Any]:
             why[of_wait[0] if of_wait else "argued"] += 1
         elif other:
             why["elsewhere"] += 1
-            elsewhere[where] = other
+            elsewhere[where] = f"{other}: {Record.object_of(other)}"
         else:
             wrong.append(where)
     return {
         "case": case,
         "object": record.object_of(case),
         "can differ": len(can_differ),
-        "caught": len(can_differ) - len(lived),
-        "runs": min((one["seeds"] for one in lived.values()), default=0),
+        "caught": sum(1 for one in record.found.values() if one["caught"]),
+        "runs": min((one["seeds"] for one in lived.values()), default=LEAST_RUNS),
         "lives": dict(sorted(why.items())),
         "elsewhere": dict(sorted(elsewhere.items())),
         "wrong": sorted(wrong),
@@ -69,11 +70,14 @@ def row(record: Record, others: Sequence[Record]) -> dict[str, Any]:
 
 def failures(kept: Sequence[dict[str, Any]]) -> list[str]:
     """What the record tells of that must not be."""
+    cases = {f"{one['case']}: {one['object']}" for one in kept}
     found = [f"{one['case']}: {where}" for one in kept for where in one["wrong"]]
     for one in kept:
         lives = sum(one["lives"].values()) + len(one["wrong"])
-        if one["caught"] + lives < one["can differ"] or one["runs"] < 8:
+        if one["caught"] + lives != one["can differ"] or one["runs"] < LEAST_RUNS:
             found.append(f"{one['case']}: {one['caught']} caught, {lives} live, {one['runs']} runs")
+        others = set(one["elsewhere"].values()) - cases
+        found += [f"{one['case']}: what {other} catches is of no row" for other in sorted(others)]
     return found
 
 

@@ -58,7 +58,9 @@ def test_the_kernels_of_full_size(compiler, name, kernel):
     else:
         layout = hip_columns.most_columns(name, 4096, kernel == "chunk")
     if (compiler, name, kernel) == SPILLS:
-        assert gates(layout, compiler).scratch == 12
+        one = gates(layout, compiler)
+        assert (one.scratch, one.spilled) == (12, 2) and one.vgprs <= 256 and one.narrow == 0
+        assert amiss(*made(layout, compiler)) == []
         return
     keeps_its_promises(layout, compiler)
     keeps_to(layout, compiler)

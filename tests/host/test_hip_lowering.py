@@ -44,7 +44,10 @@ def test_what_the_kernel_cannot_read_is_refused():
         lower_hip(build(spec_of(dtype=DType.F32)), MI300X)
 
 
-def test_activations_that_lds_has_no_room_for_are_refused():
-    spec = spec_of(intermediate_size=1 << 16, dtype=DType.BF16)
-    with pytest.raises(ModelError, match="bytes of LDS: mi300x has"):
+@pytest.mark.parametrize("values", [32256, 32768, 1 << 16])
+def test_activations_that_lds_has_no_room_for_are_refused(values):
+    spec = spec_of(intermediate_size=values, dtype=DType.BF16)
+    with pytest.raises(ModelError, match="bytes of LDS: mi300x has") as refused:
         lay_out_hip(lower_hip(build(spec), MI300X, 4), 64)
+    needed, room = (int(word) for word in str(refused.value).split() if word.isdigit())
+    assert needed > room

@@ -157,10 +157,11 @@ def test_the_hip_plan_of_a_block_for_each_compute_unit(plan):
     assert "  XCD 7 (IOD 3): blocks 266 to 303, lane 7\n" in out
 
 
-@pytest.mark.parametrize("shape", ["llama-3.3-70b", "mistral-large-123b", "qwen3-32b"])
-def test_what_the_hip_backend_refuses_has_no_plan(plan, shape):
+def test_what_the_hip_backend_refuses_has_no_plan(plan, monkeypatch):
     """In the backend's words."""
-    spec, gpu = named_shape(shape), find_gpu("mi300x")
+    shape, gpu = "llama-3.2-1b", find_gpu("mi300x")
+    monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | {"intermediate_size": 1 << 16})
+    spec = named_shape(shape)
     said = refusal(lambda: lay_out_hip(lower_hip(build(spec), gpu), spec.max_context))
     code, out, err = plan("--shape", shape, "--device", "mi300x", "--backend", "hip")
     assert (code, out, err) == (3, "", f"error: {said}\n") and "bytes of LDS: mi300x has" in said
@@ -202,7 +203,7 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
         (
             [*ON_HIP, "--shape", "laneformer-2b", "--blocks", "300"],
             2,
-            "300 blocks: this model takes a multiple of 8, 3072 at most",
+            "300 blocks: this model takes a multiple of 8, 304 at most",
         ),
         (
             [*ON_HIP, "--shape", "llama-3.2-1b", "--blocks", "304"],

@@ -21,6 +21,8 @@ from tests.lib.gfx942.executor import SYSTEM, Kernel, Launch
 SEEN_BY_ALL = (1, 3)  # hipDeviceMallocFinegrained, hipDeviceMallocUncached
 INVALID_VALUE, ALREADY_REACHED = 1, 704
 ALIGNED = 256
+# Kept to the end of the process: a tensor of an earlier test, which goes late, must not free another's at its address.
+ROOMS: list[torch.Tensor] = []
 TEST = "kog_rank_selftest"
 PATIENCE_S = 20.0  # for the launches of all ranks, which come one behind the other
 
@@ -105,6 +107,7 @@ class FakeGpus(FakeHip):
         room = torch.full((size + ALIGNED,), 0xEE, dtype=torch.uint8)
         address = room.data_ptr() + -room.data_ptr() % ALIGNED
         self.memory[address] = self.gpu, flags, room
+        ROOMS.append(room)
         ctypes.c_void_p.from_address(p).value = address
         return 0
 

@@ -185,6 +185,8 @@ ARGUED_OF = {
         " > over_threads": "the end of a wait is stored, which its own wave alone looks at",
     },
     "laneformer": {
+        "no wait for vmcnt in run_layers_between > run_layer > o_proj > module_rows > run_rows > run_batch > have_come"
+        " > stay": GAINS,
         f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
         f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
         "no barrier in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows > run_rows"
@@ -208,6 +210,8 @@ ARGUED_OF = {
         " nobody's but its last one's; 'split', of two, catches it",
     },
     "many": {
+        "no wait for vmcnt in run_layers_between > have_come > stay": GAINS,
+        "a wait for vmcnt but one in run_layers_between > have_come > stay": GAINS,
         f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
         "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
         f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,

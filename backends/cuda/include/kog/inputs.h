@@ -11,10 +11,10 @@ KOG_DEVICE int element(const Block& b, int i) {
   return local < kSlice ? b.warp * kSlice + local : kHiddenStride;
 }
 
-// Inputs that run on over other stages' partial sums (backends/hip/layout.py) wait for those who still add them.
+// Inputs that run on over other stages' partial sums wait for those who still add them.
 template <class Stage>
 KOG_DEVICE void begin_inputs() {
-  if constexpr (8 * Stage::kBufferFloats < kPartialBytes) sync_consumers();
+  if constexpr (kOverSums<Stage>) sync_consumers();
 }
 
 // Stage x * gain for Stage, and leave the warps' sums of squares for `inverse_rms`.

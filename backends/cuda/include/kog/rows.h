@@ -88,6 +88,7 @@ KOG_DEVICE void run_rows(Block& b, Walk& walk, Which which, const Operands<Stage
       run_batch<Stage>(b, walk, batch, x, NothingAhead(), buffer, left() <= Stage::kBatch, before, after,
                        done);
   }
+  if constexpr (kOverSums<Stage>) sync_consumers();  // the next stage's buffers are elsewhere: over both of these
 }
 
 }  // namespace kog

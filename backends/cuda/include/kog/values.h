@@ -43,6 +43,10 @@ constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
 constexpr int kHiddenStride = (kHidden + 3) / 4 * 4;
 
+// Whether a stage's inputs run on over other stages' partial sums, and its own lie behind (backends/hip/layout.py).
+template <class Stage>
+constexpr bool kOverSums = 8 * Stage::kBufferFloats < kPartialBytes;
+
 template <bool kOwnSlice>
 KOG_DEVICE void sync_staged() {
   if constexpr (kOwnSlice)

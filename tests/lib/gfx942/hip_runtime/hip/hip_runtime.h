@@ -1,4 +1,4 @@
-// Of ROCm's header, what the kernels of hip_kccl.py take.
+// Of ROCm's header, what the kernels of test_hip_kccl.py take.
 #pragma once
 #define __global__ __attribute__((global))
 #define __shared__ __attribute__((shared))
