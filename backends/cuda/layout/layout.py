@@ -233,7 +233,7 @@ def proved_kernel(lowering: CudaLowering) -> tuple[int, Kernel]:
 
 def scratch_rooms(lowering: CudaLowering, splits: int) -> tuple[int, int, int]:
     """Bytes of scratch where results of attention lie in it, where they run on over the partial sums, and where stages'
-    inputs do so, too (but for o_proj's, which results lie behind)."""
+    inputs do so, too (but for o_proj's: attention's results lie behind those)."""
     schedule, spec = lowering.schedule, lowering.schedule.spread
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
     attention = rooms["o_proj"] + attention_bytes(spec, splits)

@@ -43,7 +43,7 @@ constexpr int kGroups = (kSlice + 127) / 128;
 constexpr int kHeld = 4 * kGroups;
 constexpr int kHiddenStride = (kHidden + 3) / 4 * 4;
 
-// Whether a stage's inputs run on over other stages' partial sums, and its own lie behind (backends/hip/layout.py).
+// Whether a stage's inputs run on over others' partial sums, and the stage's own lie behind (backends/hip/layout.py).
 template <class Stage>
 constexpr bool kOverSums = 8 * Stage::kBufferFloats < kPartialBytes;
 
