@@ -45,14 +45,9 @@ def mutants():
     return json.loads(mutant_record.KEPT.read_text())
 
 
-# Of the first only what other cases do not need is tried, in test_hip_mutants.py; the others are of before 2026-11-30.
-NOT_TRIED = {"columns of heads", "columns of waves", "heads"}
-TRIED = [case for case in REQUESTS if case not in NOT_TRIED]
-
-
 def test_every_mutant_was_caught_or_lives_for_a_reason():
     assert mutant_record.failures(mutants()) == []
-    assert [row["case"] for row in mutants()] == TRIED
+    assert [row["case"] for row in mutants()] == list(REQUESTS)
     assert all(row["caught"] > 0.85 * row["can differ"] for row in mutants())
 
 
@@ -71,7 +66,7 @@ def test_a_mutant_that_lives_or_was_not_tried_is_a_failure(change):
     assert mutant_record.failures([first | change, *others])
 
 
-@pytest.mark.parametrize("case", some_always(TRIED, "split"))
+@pytest.mark.parametrize("case", some_always(list(REQUESTS), "split"))
 def test_mutants_are_of_todays_objects(case):
     """Else all of the case are to be tried again: `python -m tests.lib.gfx942.hip_mutants`, then mutant_record."""
     (row,) = (one for one in mutants() if one["case"] == case)

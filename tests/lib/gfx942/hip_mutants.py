@@ -204,6 +204,8 @@ ARGUED_OF = {
         "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
     },
     "heads": {
+        "no wait for vmcnt in run_layers_between > have_come > stay": GAINS,
+        "a wait for vmcnt but one in run_layers_between > have_come > stay": GAINS,
         "no wait for lgkmcnt in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
         "a wait for lgkmcnt but one in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
         "no buffer_inv in acquire_cache > acquire_gpu": "of one layer: what a prompt's steps read of the cache is"
@@ -239,6 +241,8 @@ ARGUED_OF = {
     "columns of waves": OF_COLUMNS | {
         "no barrier in run_head > head_rows > run_rows > run_batch > sync_consumers": THREE,
     },
+    # What it alone catches needs no reason.
+    "columns of heads": {place: why for place, why in OF_COLUMNS.items() if "join_many" not in place},
 }  # fmt: skip
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
 OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
