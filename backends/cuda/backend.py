@@ -16,6 +16,7 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource, refu
 from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns, make_kernel
 from kog_triton.backends.cuda.compilers import Background
+from kog_triton.backends.cuda.deep import DeepKernel, deep_layout
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.early import FirstKernels
 from kog_triton.backends.cuda.gpus import open_gpus
@@ -82,6 +83,7 @@ class CudaBackend(PromptsBeside):
     lay_out_columns: LayOut | None = None  # if not as layout/columns.py
     columns_ahead = True  # compiled as a model is opened, or when requests first share a step
     early_kernels = True  # a first start has kernels that make tokens alone (early.py)
+    deep_kernel = True  # requests get another kernel of one token as they get deep (deep.py)
     chunk_positions = POSITIONS  # of a step of a prompt; 0: a token at a time
 
     @classmethod
@@ -193,9 +195,15 @@ class CudaBackend(PromptsBeside):
                 partial(self._open_kernel, "head_step.cu", "kog_head_step"),
                 "first tokens",
             )
+            self.deep = DeepKernel(
+                deep_layout(self.layout) if self.deep_kernel else None,
+                partial(self._compile_ahead, "decode.cu"),
+                partial(self._open_kernel, "decode.cu", "kog_decode"),
+            )
             if self.columns_ahead:
                 self.columns.begin()
                 self.first_tokens.begin()
+                self.deep.begin()
             with self._entry.on_stream():
                 self.ranks = self._allocate(weights)
                 self.library = self._open_library(weights, lowering)
@@ -281,6 +289,7 @@ class CudaBackend(PromptsBeside):
             self.columns,
             self.first_tokens,
             self.chunks,
+            self.deep,
             self._prompt,
             self._admit,
             self._score,
@@ -418,8 +427,10 @@ class CudaBackend(PromptsBeside):
     def _profile(
         self, prompt: Sequence[int], tokens: int, read_clocks: Callable[[], None] = lambda: None
     ) -> list[Recording]:
-        """A recording a rank; `read_clocks` is called around the launch that takes stamps."""
-        layout = replace(self.layout, profile_tokens=tokens)
+        """A recording a rank, of the kernel that serves a request behind the prompt; `read_clocks` is called around the
+        launch that takes stamps."""
+        deep = self.deep.wait(len(prompt))
+        layout = replace(self.layout, deep=deep is not None, profile_tokens=tokens)
         ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.devices[rank]))
         stamping = self._load("decode.cu", "kog_decode", layout)
 
@@ -429,7 +440,7 @@ class CudaBackend(PromptsBeside):
             read_clocks()
 
         try:
-            return record(layout, ranks, prompt, [partial(self._run, ranks, [0]), stamped])
+            return record(layout, ranks, prompt, [partial(self._run, ranks, [0], deep), stamped])
         finally:
             stamping.close()
 
@@ -443,6 +454,7 @@ class CudaBackend(PromptsBeside):
         self.first.settle()
         self.columns.settle()
         self.first_tokens.settle()
+        self.deep.settle()
         self.chunks.settle(self.devices)
 
     def kernels_of_several(self) -> list[tuple[int, bool]]:
@@ -489,6 +501,7 @@ class CudaBackend(PromptsBeside):
     def _free(self) -> None:
         self.columns.close()
         self.first_tokens.close()
+        self.deep.close()
         for kernel in self._kernels:
             kernel.close()
         self._kernels, self._stages = [], None
@@ -499,11 +512,16 @@ class CudaBackend(PromptsBeside):
     # ---- a launch ----
 
     def _launch_slots(
-        self, slots: Sequence[int], most_steps: int, step: ColumnKernel | None
+        self,
+        slots: Sequence[int],
+        most_steps: int,
+        step: ColumnKernel | None,
+        deep: RankKernel | None = None,
     ) -> tuple[Layout, Finished]:
-        """Start the kernel of one token on slots round robin, or one of columns on all of them together."""
+        """Start the kernel of one token, or that of `deep` positions, on slots round robin, or one of columns on all of
+        them together."""
         if step is None:
-            kernel = self.first.of_steps(slots)
+            kernel = deep or self.first.of_steps(slots)
             return self.layout, self._launch(self.ranks, slots, most_steps, kernel)
         ranks = self.ranks.changed(lambda r: {"words": step.words[r], "scores": step.scores[r]})
         cursors = [*slots] * step.layout.columns if step.layout.chunk else slots

@@ -16,10 +16,11 @@ import torch
 
 from kog_triton.backends.cuda.chunks import MOST_CHUNKS, Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns
+from kog_triton.backends.cuda.deep import DeepKernel
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import STEPS
 from kog_triton.backends.cuda.layout.protocol import MAX_REQUESTS, Word
-from kog_triton.backends.cuda.rank_kernel import Finished, missing_of
+from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel, missing_of
 from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.slices import PromptRun
@@ -41,7 +42,8 @@ class CudaLauncher:
     prompt  how the library runs a request's prompt, if it is to
     admit   lays a request into its slot, to be run from a position on
     score   runs positions [first, last) of a request's prompt: their logits, float32 [last - first, vocab]
-    run     starts a kernel: slots, most steps, the kernel of several columns if it is not that of one token
+    run     starts a kernel: slots, most steps, the kernel of several columns or that of deep positions if it is not the
+            usual one of one token
     heads   starts the kernel of first tokens on slots, one behind the other or together
     gave_up what a prompt's pass has waited for in vain that was not told yet, or ""
     aside   inside, what is read waits for nothing that others have queued
@@ -53,10 +55,13 @@ class CudaLauncher:
     columns: Columns
     first_tokens: Columns
     chunks: Chunks
+    deep: DeepKernel
     prompt: Callable[[Request], PromptRun | None]
     admit: Callable[[Request, int], None]
     score: Callable[[Request, int, int], np.ndarray]
-    run: Callable[[Sequence[int], int, ColumnKernel | None], tuple[Layout, Finished]]
+    run: Callable[
+        [Sequence[int], int, ColumnKernel | None, RankKernel | None], tuple[Layout, Finished]
+    ]
     heads: Callable[[Sequence[int], ColumnKernel | None], tuple[Layout, Finished]]
     gave_up: Callable[[], str]
     aside: Callable[[], AbstractContextManager[object]]
@@ -88,7 +93,7 @@ class CudaLauncher:
         for slot, one in running.items():
             ahead = len(one.request.prompt) - one.position
             if step := self.chunks.for_prompt(ahead, self._devices):
-                return self._start([slot], MOST_CHUNKS, step)
+                return self._start([slot], MOST_CHUNKS, step, None)
         count = len(running)
         ready = self.columns.ready(count)
         step = self.columns.take(count, self._devices) if ready else None
@@ -97,17 +102,27 @@ class CudaLauncher:
         steps = UNLIMITED if alone else _most_steps(running, slots)
         if most is not None:
             steps = min(steps, most * (1 if step else len(slots)))
-        return self._start(slots, steps, step, count)
-
-    def _start(
-        self, slots: list[int], most_steps: int, step: ColumnKernel | None, count: int = 0
-    ) -> Launch:
-        layout, finished = self.run(slots, most_steps, step)
-        settle = partial(self._settle, slots, layout, finished)
+        deepest = max(running[slot].position for slot in slots)
+        deep = self.deep.take() if not step and self.deep.ready(deepest) else None
 
         def outdated() -> bool:
-            return not step and self.columns.ready(count)
+            if step:
+                return False
+            now = deepest + self.steps() // len(slots)
+            return self.columns.ready(count) or (not deep and self.deep.ready(now))
 
+        return self._start(slots, steps, step, deep, outdated)
+
+    def _start(
+        self,
+        slots: list[int],
+        most_steps: int,
+        step: ColumnKernel | None,
+        deep: RankKernel | None,
+        outdated: Callable[[], bool] = lambda: False,
+    ) -> Launch:
+        layout, finished = self.run(slots, most_steps, step, deep)
+        settle = partial(self._settle, slots, layout, finished)
         return Launch(slots, finished.query, settle, outdated, aside=True)
 
     def leave(self) -> None:

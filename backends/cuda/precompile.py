@@ -3,6 +3,7 @@
 import os
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda.deep import deep_layout
 from kog_triton.backends.cuda.early import tokens_only
 from kog_triton.backends.cuda.jit import begin_cubin
 from kog_triton.backends.cuda.layout.columns import (
@@ -46,23 +47,23 @@ def _in_order(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str
     (benchmarks/cuda-log.md#early). Where there are no early ones, as many kernels as leave Python a core, which imports
     meanwhile."""
     cores = len(os.sched_getaffinity(0))
-    early, whole, several = (
+    early, whole, several, deep = (
         [(render(layout), source) for source, layout in kernels]
         for kernels in _kernels(lowering, options)
     )
     if not early:
-        return [*whole, *several][: max(1, cores - 1)]
+        return [*whole, *several, *deep][: max(1, cores - 1)]
     prompts = prompt_texts(lowering, ALL) if options.prefill in LIBRARY else []
     if len(early) + len(several) <= cores // 2:
-        return [*early, *several, *prompts, *whole]
-    return [*early, *prompts, *whole, *several]
+        return [*early, *several, *prompts, *whole, *deep]
+    return [*early, *prompts, *whole, *several, *deep]
 
 
 Kernels = list[tuple[str, Layout]]  # sources with their layouts
 
 
-def _kernels(lowering: CudaLowering, options: BackendOptions) -> tuple[Kernels, Kernels, Kernels]:
-    """Of one token, the early ones and the whole; of several, those that take longest first."""
+def _kernels(lowering: CudaLowering, options: BackendOptions) -> tuple[Kernels, ...]:
+    """Of one token, the early ones and the whole; of several, those that take longest first; of deep positions."""
     max_context = options.max_context or lowering.schedule.spec.max_context
     layout = lay_out(lowering, max_context)
     sources = ["decode.cu"]
@@ -77,4 +78,6 @@ def _kernels(lowering: CudaLowering, options: BackendOptions) -> tuple[Kernels, 
     columns = layouts_of_slots(lowering, max_context, COUNTS, options.num_slots)
     several += [columns[count] for count in sorted(columns, reverse=True)]
     whole = [(source, layout) for source in sources]
-    return early, whole, [("columns.cu", layout) for layout in several]
+    deep = deep_layout(layout)
+    of_deep = [("decode.cu", deep)] if deep else []
+    return early, whole, [("columns.cu", layout) for layout in several], of_deep

@@ -56,7 +56,7 @@ class HipBackend(CudaBackend):
     rank = None  # type: ignore[assignment]  # "auto" does not take it
     prebuild, check_count = staticmethod(prebuild), staticmethod(check_count)
     lay_out, lay_out_columns = staticmethod(lay_out_hip), staticmethod(lay_out_columns)
-    early_kernels = False
+    early_kernels = deep_kernel = False
     profile = None  # type: ignore[assignment]  # and none that takes stamps
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Kernels of steps that requests share, compiled beside those that run, which take turns meanwhile."""
+"""Kernels that serve some requests faster, compiled beside those that run and do without them meanwhile."""
 
 import logging
 import threading
@@ -15,10 +15,16 @@ class CompiledBeside(Generic[K]):
 
     compile  puts a kernel where its launch finds it; any error says that it cannot
     name     of a kernel, for the log
+    without  what requests do where it is not there, for the log
     """
 
-    def __init__(self, compile: Callable[[K], object], name: Callable[[K], str]) -> None:
-        self._compile, self._name = compile, name
+    def __init__(
+        self,
+        compile: Callable[[K], object],
+        name: Callable[[K], str],
+        without: str = "requests take turns",
+    ) -> None:
+        self._compile, self._name, self._without = compile, name, without
         self._threads: dict[K, threading.Thread] = {}
         self._failed: set[K] = set()
 
@@ -39,12 +45,12 @@ class CompiledBeside(Generic[K]):
             thread.join()
 
     def give_up(self, key: K, error: Exception) -> None:
-        log.warning("no kernel of %s, requests take turns: %s", self._name(key), error)
+        log.warning("no kernel of %s, %s: %s", self._name(key), self._without, error)
         self._failed.add(key)
 
     def _run(self, key: K) -> None:
         begun, name = time.perf_counter(), self._name(key)
-        log.info("compiling the kernel of %s; until it is there, requests take turns", name)
+        log.info("compiling the kernel of %s; until it is there, %s", name, self._without)
         try:
             self._compile(key)
         except Exception as error:

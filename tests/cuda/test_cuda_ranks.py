@@ -243,9 +243,7 @@ def test_blocks_of_ranks_race_for_nothing(tmp_path):
     tokens = ours.generate(ids[:2], 2, params, seed=2)
     assert tokens == one_thread.generate(ids[:2], 2, params)
     assert (ours.verdict.code, ours.verdict.report) == (0, "")
-    include = plant(
-        tmp_path, ("layer.h", "acquire_cache() { acquire_gpu(); }", "acquire_cache() {}")
-    )
+    include = plant(tmp_path, ("layer.h", "  acquire_gpu();\n", ""))
     racing = RankThreadWalk(spec, weights, 2, 2, split_least=2, include=include)
     racing.run(racing.words(ids, 2), ids, seed=2, limit=1 << 21)
     assert racing.verdict.code != 0 and "append" in racing.verdict.places

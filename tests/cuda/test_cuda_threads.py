@@ -98,15 +98,7 @@ RACES = {
 }
 EDITS = (
     ("layer.h", "&& sends) release_gpu();", f"&& sends && !{chosen(1)}) release_gpu();"),
-    (
-        "layer.h",
-        "acquire_cache() { acquire_gpu(); }",
-        "acquire_cache(bool does) { if (does) acquire_gpu(); }",
-    ),
-    ("head.h", "    acquire_cache();\n  } else", "    acquire_cache(true);\n  } else"),
-    ("head.h", "acquire_cache();  //", f"acquire_cache(!{chosen(2)});  //"),
-    ("decode.h", "  else\n    acquire_cache();", f"  else\n    acquire_cache(!{chosen(2)});"),
-    ("decode.h", "    acquire_cache();\n  }", "    acquire_cache(true);\n  }"),
+    ("layer.h", "  acquire_gpu();\n", f"  if (!{chosen(2)}) acquire_gpu();\n"),
     (
         "words.h",
         "if (late[i] != 0) q[i] = load_relaxed4(address(i));",

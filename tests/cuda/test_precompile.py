@@ -48,7 +48,8 @@ class Asking(FiberBackend):
     """Notes the texts that it asks its compiler for, of all its kernels."""
 
     column_counts, columns_ahead, chunk_positions = COUNTS, True, POSITIONS
-    early_kernels, prompt_kernels = True, prompts_beside.PromptsBeside.prompt_kernels
+    early_kernels = deep_kernel = True
+    prompt_kernels = prompts_beside.PromptsBeside.prompt_kernels
 
     def __init__(self, *arguments, **options):
         self.asked = set()
@@ -152,6 +153,15 @@ def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     layout = cuda.lay_out(lowering, 64)
     assert begun[0] == (render(replace(layout, tokens_only=True)), "decode.cu")
     assert begun.index((render(layout), "decode.cu")) > 1
+    assert not any("kDeep = true" in text for text, _ in begun)
+
+
+def test_the_kernel_of_deep_positions_is_begun_last(begun):
+    precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=2048)
+    spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
+    layout = cuda.lay_out(cuda.lower(cuda.build(spec), find_gpu("h200")), 2048)
+    assert begun[-1] == (render(replace(layout, deep=True)), "decode.cu")
+    assert sum("kDeep = true" in text for text, _ in begun) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,9 +64,11 @@ class ThreadWalk(Walk):
 
     source, slots = "decode.cu", 1
 
-    def __init__(self, spec, weights, num_blocks, judge=JUDGED, include=INCLUDE, **changes):
+    def __init__(
+        self, spec, weights, num_blocks, judge=JUDGED, include=INCLUDE, deep=False, **changes
+    ):
         self.spec = spec
-        self.layout = self._lay_out(num_blocks)
+        self.layout = replace(self._lay_out(num_blocks), deep=deep)
         flags = thread_flags(self._flags(), judge)
         self.program = build_walk(self.layout, HERE / "threads.cpp", flags, include, **changes)
         self.memory = memory.allocate(self.layout, weights, self.slots, torch.device("cpu"))

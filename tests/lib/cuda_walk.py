@@ -126,9 +126,10 @@ class Walk:
         merged_length=None,
         flags=("-O1",),
         streams=None,
+        deep=False,
     ):
         self.spec = spec
-        self.layout = layout_of(spec, num_blocks, max_context)
+        self.layout = replace(layout_of(spec, num_blocks, max_context), deep=deep)
         self.library = compile_walk(
             self.layout,
             flags,
@@ -260,7 +261,7 @@ class FiberBackend(CudaBackend):
     column_counts = ()
     columns_ahead = False  # where a test opens them, it says which
     chunk_positions = 0
-    early_kernels = False
+    early_kernels = deep_kernel = False
     prompt_kernels = PromptKernels(False, False)  # tests/lib/short_pass.py has passes
 
     @classmethod

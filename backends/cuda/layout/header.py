@@ -146,6 +146,7 @@ def _flags(layout: Layout) -> dict[str, bool]:
     return {
         "profile": layout.profile_tokens > 0,
         "tokens_only": layout.tokens_only,
+        "deep": layout.deep,
         "chunk": layout.chunk,
         "streams": layout.lowering.streams,
         "results_over_sums": layout.results_over_sums,

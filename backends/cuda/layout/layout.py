@@ -78,6 +78,7 @@ class Layout:
     joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
     profile_tokens: int = 0  # newest tokens whose stamps are kept; 0 = no stamps are taken
     tokens_only: bool = False  # no request wants more of its logits than a token (early.py)
+    deep: bool = False  # keys and values come through the ring (include/kog/deep.h)
 
     @property
     def part_queries(self) -> int:

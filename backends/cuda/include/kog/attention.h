@@ -4,7 +4,8 @@
 //   the wait          one poll a warp, the last warps first, which have no tile in a short context:
 //                     a query head each, then the new key, then the new value (heads.h)
 //   walk              16 warps over the tiles (cache.h, softmax.h); in a long context each tile goes
-//                     to the L2 a round before a warp loads it
+//                     to the L2 a round before a warp loads it; in a kernel of deep positions (deep.h) all come
+//                     through the ring
 //   merge             over the warps in shared memory (merge.h); the split's output and the
 //                     logarithm of its sum become words
 //
@@ -12,6 +13,7 @@
 // them. Few splits are joined by those who read them (stage_attention), many in a step of their own
 // (join.h).
 #pragma once
+#include <kog/deep.h>
 #include <kog/heads.h>
 #include <kog/inputs.h>
 #include <kog/merge.h>
@@ -78,7 +80,8 @@ KOG_DEVICE void walk_tiles(const Block& b, int start, const Tiles& tiles, const 
 }
 
 // A key/value head over one span of the context, to the words of the span's split.
-KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, const NewRows& rows) {
+KOG_DEVICE void walk_span(Block& b, Ring& ring, const Span& span, int position, u32 phase, const NewRows& rows) {
+  if constexpr (kDeep) return walk_deep_span(b, ring, span, position, phase, rows);
   Cached cache(b, span.head);
   int head_group = b.warp / kWarpsAGroup, walker = b.warp % kWarpsAGroup;
   int all = tiles_of(span), walked = all < kWarpsAGroup ? all : kWarpsAGroup;
@@ -106,7 +109,7 @@ KOG_DEVICE void walk_span(Block& b, const Span& span, int position, u32 phase, c
 
 // One KV task: a key/value head over one split. Splits not in use publish too, so that all phases keep
 // step.
-KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 phase) {
+KOG_DEVICE void walk_split(Block& b, Ring& ring, int kv_task, int position, int window, u32 phase) {
   Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, window);
   if (span.split >= span.used) {
     u32* words = split_words(b, span.head, 0, span.split);
@@ -115,7 +118,7 @@ KOG_DEVICE void walk_split(Block& b, int kv_task, int position, int window, u32 
     if (b.thread < kQueries) store_relaxed(tops_of(b, span.head, b.thread, span.split), phase);
     return rejoin();
   }
-  walk_span(b, span, position, phase, NewRows{position});
+  walk_span(b, ring, span, position, phase, NewRows{position});
 }
 
 // Wait for the attention's output, joining its splits if they are few, and stage it for Stage.

@@ -41,6 +41,22 @@ struct RowShare {
       }
     }
   }
+  // Of a row in shared memory; zeros if it is not `there`.
+  KOG_DEVICE static void take(u32 (&w)[kWords], const u16* row, int which, bool there) {
+    const u32* from = reinterpret_cast<const u32*>(row) + which * kPiece;
+#pragma unroll
+    for (int i = 0; i < kCount; i++, from += kStride) {
+      if constexpr (kPiece == 4) {
+        uint4 v = there ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+        w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+      } else if constexpr (kPiece == 2) {
+        uint2 v = there ? *reinterpret_cast<const uint2*>(from) : uint2{0, 0};
+        w[2 * i] = v.x, w[2 * i + 1] = v.y;
+      } else {
+        w[i] = there ? *from : 0;
+      }
+    }
+  }
 };
 
 // Rows of one tile, kRows of them a thread, a share of each; Of::row says which rows, Of::share which share.
@@ -56,6 +72,13 @@ struct TileRows {
       int position = at + Of::row(b, i);
       Share::load(w[i], from + static_cast<u64>(position) * kRowDim, Of::share(b), position < end);
     }
+  }
+  // A tile in shared memory, of which `count` rows are there; zeros behind them.
+  KOG_DEVICE void take(const Block& b, const u8* tile, int count) {
+    const u16* rows = reinterpret_cast<const u16*>(tile);
+#pragma unroll
+    for (int i = 0; i < kRows; i++)
+      Share::take(w[i], rows + Of::row(b, i) * kRowDim, Of::share(b), Of::row(b, i) < count);
   }
   // Rows that lie in shared memory: word_of(row) says at which of its words, below 0 for none.
   template <class WordOf>

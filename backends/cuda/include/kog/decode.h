@@ -29,7 +29,7 @@ KOG_DEVICE void run_step_between(Block& b, Walk& walk, const StepOrder& order) {
   } else {
     join_mlp_out(b, walk);
     b.layer++;
-    acquire_cache();
+    acquire_cache(b, walk);
   }
 }
 
@@ -46,7 +46,7 @@ KOG_DEVICE void run_step(Block& b, Walk& walk, const StepOrder& order) {
   if (order.has_head(b))
     run_head(b, walk, b.small->position);
   else
-    acquire_cache();
+    acquire_cache(b, walk);
 }
 
 // After a request's step: its next token, and whether the request goes on. What the next step

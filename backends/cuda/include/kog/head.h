@@ -74,10 +74,10 @@ KOG_DEVICE void run_head(Block& b, Walk& walk, int position, const Taken& ahead 
   keep_best(b, mine);
   if (!kTokensOnly && (flags & kWantsMore) != 0) {
     choose(b.p, b.request, {walk.heads, position, control});
-    acquire_cache();
+    acquire_cache(b, walk);
   } else {
     publish_candidate(b, walk.heads, control);
-    acquire_cache();  // while the others' candidates are on their way
+    acquire_cache(b, walk);  // while the others' candidates are on their way
     auto first = fetch_first(b);
     gather_candidates(b, walk.heads);
     first.there();

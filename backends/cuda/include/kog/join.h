@@ -97,10 +97,10 @@ KOG_DEVICE void join_splits(Block& b, int kv_task, int position, int window, u32
   });
 }
 
-KOG_DEVICE void attention(Block& b, int position, u32 phase) {
+KOG_DEVICE void attention(Block& b, Ring& ring, int position, u32 phase) {
   int window = kWindows[b.layer];
   for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup)
-    walk_split(b, kv_task, position, window, phase);
+    walk_split(b, ring, kv_task, position, window, phase);
   if (!has_join(b, position)) return;
   for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup)
     join_splits(b, kv_task, position, window, phase);

@@ -145,7 +145,7 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights) {
   b.begin_stage();
   auto rest = taken_at_attention(b, walk.ring, b.layer, Part<OWeights, kBehindQkv, kOAtAttention>{o_weights},
                                  Part<GateUpWeights, 0, kGateUpAtAttention>{gate_up_weights});
-  attention(b, b.small->position, phase_of(walk.iteration));
+  attention(b, walk.ring, b.small->position, phase_of(walk.iteration));
   stamp(b, Point::kAttention);
   rest.take();
   auto early = taken_between(b, walk.ring, b.layer,
@@ -165,7 +165,10 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights) {
 
 // After a token's last outputs were received, before a barrier: acquires what other blocks have appended to
 // the cache (docs/SYNC.md, Fences).
-KOG_DEVICE void acquire_cache() { acquire_gpu(); }
+KOG_DEVICE void acquire_cache(const Block& b, const Walk& walk) {
+  acquire_gpu();
+  walk.ring.tell_acquired(b);
+}
 
 // All layers.
 KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {

@@ -1,5 +1,5 @@
-// The producer's walk: the weights of one token after the other, and ahead of each layer's attention
-// the first tiles of its keys and values.
+// The producer's walk: the weights of one token after the other, and ahead of each layer's attention the first tiles of
+// its keys and values; or, between q, k and v's weights and o_proj's, all of those (deep.h).
 #pragma once
 #include <kog/attention.h>
 #include <kog/runs.h>
@@ -15,6 +15,7 @@ KOG_DEVICE void fetch_span(const Block& b, int slot, int layer, const Span& span
   fetch_to_l2(keys, static_cast<u32>(rows) * kRowDim * 2);
   fetch_to_l2(keys + static_cast<u32>(b.p.plane), static_cast<u32>(rows) * kRowDim * 2);
 }
+
 // Bring this block's part of a layer's attention into the L2.
 KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   if (position >= b.p.positions) return;  // ahead of the end of a request
@@ -22,6 +23,42 @@ KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
     Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, kWindows[layer]);
     if (span.split < span.used) fetch_span(b, slot, layer, span);
   }
+}
+
+// Until all warps have acquired what the launch's first `steps` steps have appended to the cache (acquire_cache). False once
+// the consumers have left.
+KOG_DEVICE bool wait_for_rows(const Block& b, int steps) {
+  while (static_cast<int>(load_volatile(&b.small->acquired)) < kWarps * steps) {
+    if (load_volatile(&b.small->stop) != 0) return false;
+    look_again();
+  }
+  acquire_for_copies(&b.small->acquired);
+  return true;
+}
+// A span's rows that the cache holds at `position`, in step number `steps`: the last step's is the last. False once the
+// consumers have left.
+KOG_DEVICE bool fill_span(Block& b, Producer& producer, int slot, int layer, const Span& span, int position, int steps) {
+  const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
+  int end = span.newest ? position : span.end;
+  for (int left = end - span.start; left > 0; left -= kSlotRows, keys += kSlotRows * kRowDim) {
+    if (end == position && left <= kSlotRows && !wait_for_rows(b, steps)) return false;
+    u32 bytes = static_cast<u32>(left < kSlotRows ? left : kSlotRows) * kRowDim * 2;
+    if (!producer.begin_slot(b, nullptr, 2 * bytes, 0)) return false;
+    producer.copy(b, 0, keys, bytes);
+    producer.copy(b, kValuesAt, keys + static_cast<u32>(b.p.plane), bytes);
+    producer.end_slot(b);
+  }
+  return true;
+}
+// Those of this block's part of a layer's attention.
+KOG_DEVICE bool fill_spans(Block& b, Producer& producer, int slot, int layer, int position, int steps) {
+  if (position >= b.p.positions) return true;  // ahead of the end of a request
+  if (!wait_for_rows(b, steps - 1)) return false;
+  for (int kv_task = b.group_index; kv_task < kKvTasks; kv_task += kGroup) {
+    Span span = span_of(kv_task / kSplits, kv_task % kSplits, position, kWindows[layer]);
+    if (span.split < span.used && !fill_span(b, producer, slot, layer, span, position, steps)) return false;
+  }
+  return true;
 }
 
 template <class... Stages>
@@ -54,10 +91,11 @@ struct Stream {
   }
 };
 
-// Ring slots of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps):
-// ahead of a layer's first. Runs ahead until the consumers leave.
-template <class HasHead, class Fetch>
-KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
+// Ring slots of one step after the other: all layers, then the head if has_head(steps). fetch(layer, steps): ahead of a
+// layer's first. fill(producer, layer, steps): behind its first run, if kDeep; false once the consumers have left. Runs
+// ahead until they leave.
+template <class HasHead, class Fetch, class Fill>
+KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch, Fill fill) {
   b.begin_stage();  // a block's number that the watching warp shares would be spilled there as well
   int layers = ring_slots_of_runs(b, kRuns), all = ring_slots_of_runs(b, kRuns + 1);
   Producer producer;
@@ -67,6 +105,8 @@ KOG_DEVICE void produce_steps(Block& b, HasHead has_head, Fetch fetch) {
       b.begin_stage();
       if (begins_layer(run)) fetch(layer_of_run(run), steps);
       if (!stream.fill_run(b, producer, run)) return producer.drain(b);
+      if constexpr (kDeep)
+        if (begins_layer(run) && !fill(producer, layer_of_run(run), steps)) return producer.drain(b);
     }
     if (load_volatile(&b.small->stop) != 0) return producer.drain(b);
   }
@@ -85,7 +125,11 @@ KOG_DEVICE void produce(Block& b) {
       b, [&](int steps) { return StepOrder{steps}.has_head(b); },
       [&](int layer, int steps) {
         StepOrder order{steps};
-        fetch_tiles(b, order.of(b).slot, layer, order.position(b));
+        if constexpr (!kDeep) fetch_tiles(b, order.of(b).slot, layer, order.position(b));
+      },
+      [&](Producer& producer, int layer, int steps) {
+        StepOrder order{steps};
+        return fill_spans(b, producer, order.of(b).slot, layer, order.position(b), steps);
       });
 }
 

@@ -45,6 +45,8 @@ KOG_DEVICE int block_index(BlockPlace = {}) {
   return i;
 }
 KOG_DEVICE void sleep_a_while() { asm volatile("nanosleep.u32 1000;"); }
+// Between two looks at a word of shared memory, at once: on a CPU the others need their turns.
+KOG_DEVICE void look_again() {}
 // How many registers each thread of four warps has from here on.
 template <int kCount>
 KOG_DEVICE void take_registers() {
@@ -361,6 +363,12 @@ KOG_DEVICE void fetch_to_l2(const void* from, u32 bytes, u64 policy) {
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
                "r"(bytes), "l"(policy)
                : "memory");
+}
+// Behind a fence of all warps' that add to a word of shared memory, and of the thread that has read it: bulk copies read
+// what those had acquired.
+KOG_DEVICE void add_behind_fence(u32* p, u32 v) { atomicAdd(p, v); }
+KOG_DEVICE void acquire_for_copies(const u32*) {
+  asm volatile("fence.acq_rel.cta;\nfence.proxy.async.global;" ::: "memory");
 }
 KOG_DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile(

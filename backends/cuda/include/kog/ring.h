@@ -11,6 +11,13 @@ struct Ring {
 
   KOG_DEVICE void begin_token() {}  // the producer knows
   KOG_DEVICE void begin_at(int) {}
+  // Who asks for rows of the cache waits for as many warps (produce.h).
+  KOG_DEVICE void tell_acquired(const Block& b) const {
+    if constexpr (kDeep) {
+      sync_warp();
+      if (b.in_warp == 0) add_behind_fence(&b.small->acquired, 1);
+    }
+  }
   KOG_DEVICE const u8* weights(const Block& b) const { return b.ring + slot * kRingSlotBytes; }
   // Until the next N are there: the code of a wait that lasts stands there once, not N times.
   template <int N>
@@ -64,6 +71,7 @@ KOG_DEVICE void init_ring(Block& b) {
       barrier_init(&b.empty[i], kWarps);
     }
     b.small->stop = b.small->leave = b.small->joins = b.small->walks = 0;
+    if constexpr (kDeep) b.small->acquired = 0;
     if constexpr (kProfile) b.small->issued = 0;
     for (int i = 0; i < kWarps; i++) b.small->waits[i] = 0;
     barrier_init_fence();
@@ -113,12 +121,24 @@ struct Producer {
       if (stop != 0) return false;
     }
   }
-  // The next copy, of which `bytes` are used and `left` follow in the token.
+  // The next slot's bytes, from one place: `left` slots follow there, of which some may go to the L2 meanwhile. False
+  // once the consumers have left.
   KOG_DEVICE bool fill(Block& b, const u8* from, u32 bytes, int left) {
+    if (!begin_slot(b, from, bytes, left)) return false;
+    copy(b, 0, from, bytes);
+    end_slot(b);
+    return true;
+  }
+  // The same in copies of its parts.
+  KOG_DEVICE bool begin_slot(Block& b, const u8* from, u32 bytes, int left) {
     if (count >= kRingSlots && !wait_for_slot(b, from, left)) return false;
     barrier_expect(&b.full[next.slot], bytes);
-    if (count >= kWindowSlots && !wait_for_window(b)) return false;
-    bulk_load(b.ring + next.slot * kRingSlotBytes, from, bytes, &b.full[next.slot], policy);
+    return count < kWindowSlots || wait_for_window(b);
+  }
+  KOG_DEVICE void copy(Block& b, u32 at, const void* from, u32 bytes) {
+    bulk_load(b.ring + next.slot * kRingSlotBytes + at, from, bytes, &b.full[next.slot], policy);
+  }
+  KOG_DEVICE void end_slot(Block& b) {
     // A launch may have more copies than 2^32: numbers go back by two rings, which have the slots and
     // parities.
     if (++count == 4 * kRingSlots) {
@@ -127,7 +147,6 @@ struct Producer {
     }
     if constexpr (kProfile) store_volatile(&b.small->issued, load_volatile(&b.small->issued) + 1);
     next.step();
-    return true;
   }
   // What is in flight must land before the block may leave.
   KOG_DEVICE void drain(Block& b) {

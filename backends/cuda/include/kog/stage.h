@@ -68,7 +68,7 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       qkv_proj(b, walk, qkv_weights);
       break;
     case StageId::kAttention:
-      attention(b, c.position, phase_of(walk.iteration));
+      attention(b, walk.ring, c.position, phase_of(walk.iteration));
       stage_attention<OProj>(b, Step::kOProjInput, c.position, phase_of(walk.iteration));
       publish_staged(b, phase_of(walk.iteration));
       break;

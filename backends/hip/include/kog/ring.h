@@ -20,6 +20,7 @@ struct Ring {
   u32 next = 0;  // of the block's fragments
 
   KOG_DEVICE void begin_token() { next = 0; }
+  KOG_DEVICE void tell_acquired(const Block&) const {}  // a warp loads what it has acquired itself
   // Of a stage alone: behind so many fragments.
   KOG_DEVICE void begin_at(int fragments) { next = static_cast<u32>(fragments); }
   // The thread's 16 bytes of the next fragment, on its way until they are used. `from`: thread_weights.

@@ -192,6 +192,7 @@ struct BlockPlace {};
 KOG_EMULATED int block_index(BlockPlace = {}) { return host::current->block_index; }
 #endif
 inline void sleep_a_while() { host::yield(); }
+inline void look_again() { host::yield(); }
 template <int>
 void take_registers() {}
 template <int>
@@ -456,6 +457,11 @@ KOG_EMULATED bool barrier_test(u64* b, u32 parity) {
 }
 inline u64 read_once() { return 0; }
 inline void fetch_to_l2(const void* from, u32 bytes, u64 = 0) { host::note_fetch(from, bytes); }
+KOG_EMULATED void add_behind_fence(u32* p, u32 v) {
+  host::note_release(p);
+  host::add(p, v);
+}
+KOG_EMULATED void acquire_for_copies(const u32* p) { host::note_acquire(const_cast<u32*>(p)); }
 KOG_EMULATED void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, u64) {
   host::BlockState& block = *host::current->block;
   host::note_release(&block.copies);

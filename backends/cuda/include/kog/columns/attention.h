@@ -75,7 +75,8 @@ KOG_DEVICE void walk_shared(Block& b) {
   int position = position_of(b, b.column, steps_of(b));
   u32 phase = phase_of(iteration_of(b));
   select_request(b, b.small->cursors[b.column], position);
-  walk_span(b, span, position, phase, NewRows{position_of(b, 0, steps_of(b))});
+  Ring none;
+  walk_span(b, none, span, position, phase, NewRows{position_of(b, 0, steps_of(b))});
   finish_split(b);
 }
 

@@ -24,7 +24,8 @@ KOG_DEVICE void fetch_kv_tasks(const Block& b, int layer, int steps) {
 KOG_DEVICE void produce(Block& b) {
   produce_steps(
       b, [&](int steps) { return any_head(b, steps); },
-      [&](int layer, int steps) { fetch_kv_tasks(b, layer, steps); });
+      [&](int layer, int steps) { fetch_kv_tasks(b, layer, steps); },
+      [](Producer&, int, int) { return true; });
 }
 
 }  // namespace kog::columns

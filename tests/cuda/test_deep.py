@@ -1,0 +1,221 @@
+"""The kernel of one token for deep positions: keys and values come through the ring, and no bit is another."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kog_triton.backends import BackendOptions
+from kog_triton.backends.cuda import deep
+from kog_triton.backends.cuda.deep import DeepKernel, deep_layout
+from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.errors import DeviceError
+from kog_triton.model.shapes import named_shape
+from kog_triton.model.spec import DType
+from kog_triton.sampling import SamplingParams
+from tests.lib.cuda_planting import plant
+from tests.lib.cuda_requests import PROMPTS, request, run, timeless
+from tests.lib.cuda_threads import ThreadWalk
+from tests.lib.cuda_walk import FiberBackend, Walk, compile_walk, layout_of
+from tests.lib.machine_code import is_local, machine_code, spec_named
+from tests.lib.ring_walker import f16_spec, spec_of
+from tests.lib.slow import some_always
+
+ONE_ROW = f16_spec(hidden_size=88, num_heads=6, num_kv_heads=1, head_dim=24)
+# name -> spec, blocks, options of the walk, tokens
+WALKS = {
+    "a row a split": (ONE_ROW, 0, {"split_least": 1, "merged_length": 11}, 14),
+    "windows": (
+        f16_spec(hidden_size=40, num_heads=6, num_kv_heads=1, windows=(3, 0, 7)),
+        0,
+        {"split_least": 1, "merged_length": 5},
+        14,
+    ),
+    # Of 72 query heads a group's round is one tile of 16 positions: 60 of them are four rounds.
+    "rounds": (
+        f16_spec(
+            num_layers=2,
+            hidden_size=24,
+            intermediate_size=32,
+            num_heads=72,
+            num_kv_heads=1,
+            head_dim=8,
+        ),
+        1,
+        {},
+        60,
+    ),
+    # More slots than the ring has; five warps a group.
+    "slots": (
+        spec_of(
+            num_layers=1,
+            hidden_size=48,
+            num_heads=20,
+            num_kv_heads=1,
+            head_dim=128,
+            intermediate_size=16,
+        ),
+        1,
+        {"max_context": 640},
+        610,
+    ),
+    "KV tasks": (
+        spec_of(num_layers=2, num_heads=8, num_kv_heads=4, dtype=DType.BF16),
+        2,
+        {"split_least": 2},
+        20,
+    ),
+}
+
+
+def tokens_of(spec, count):
+    return np.random.default_rng(0).integers(0, spec.vocab_size, count).tolist()
+
+
+@pytest.mark.parametrize("name", some_always(WALKS, "a row a split", "rounds", "KV tasks"))
+def test_deep_positions_have_the_bits_of_the_other_kernel(name):
+    spec, blocks, options, count = WALKS[name]
+    weights, tokens = RandomWeights(spec), tokens_of(spec, count)
+    expected = Walk(spec, weights, blocks, **options).forward_logits(tokens)
+    ours = Walk(spec, weights, blocks, deep=True, **options)
+    for seed in range(3):
+        assert np.array_equal(ours.forward_logits(tokens, seed), expected)
+
+
+# Bytes of the ring that nothing has written are NaNs.
+POISON = (
+    "ring.h",
+    "  if (b.thread == 0) {\n    for (int i = 0; i < kRingSlots; i++) {\n",
+    "  if (b.thread == 0) {\n    for (int i = 0; i < kRingSlots * kRingSlotBytes; i++) b.ring[i] = 0xff;\n"
+    "    for (int i = 0; i < kRingSlots; i++) {\n",
+)
+# name -> the walk that sees it, and the edit
+FAULTS = {
+    "the last step's row is asked for before it is acquired": (
+        "a row a split",
+        "produce.h",
+        "if (end == position && left <= kSlotRows && !wait_for_rows(b, steps)) return false;",
+        "",
+    ),
+    "no row is waited for": (
+        "a row a split",
+        "produce.h",
+        "while (static_cast<int>(load_volatile(&b.small->acquired)) < kWarps * steps)",
+        "while (false)",
+    ),
+    "values that are not there are taken": (
+        "KV tasks",
+        "deep.h",
+        "values.take(b, tile + kValuesAt, cached - at);",
+        "values.take(b, tile + kValuesAt, kTileRows);",
+    ),
+    "a slot too few is left": (
+        "rounds",
+        "deep.h",
+        "  leave_slots(b, ring, slots);\n",
+        "  leave_slots(b, ring, slots - 1);\n",
+    ),
+}
+
+
+def walked(walk, tokens, seed):
+    """Logits, or none of a launch that did not end well. The cache holds nothing of a run before."""
+    walk.memory.cache.fill_(torch.nan)
+    try:
+        return walk.forward_logits(tokens, seed)
+    except AssertionError:
+        return np.zeros(0)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, tmp_path):
+    name, *edit = FAULTS[fault]
+    spec, blocks, options, count = WALKS[name]
+    weights, tokens = RandomWeights(spec), tokens_of(spec, count)
+    expected = Walk(spec, weights, blocks, **options).forward_logits(tokens)
+    ours = Walk(spec, weights, blocks, deep=True, **options)
+    for edits in ((POISON,), (POISON, tuple(edit))):
+        folder = tmp_path / str(len(edits))
+        folder.mkdir()
+        ours.library = compile_walk(ours.layout, include=plant(folder, *edits), **options)
+        found = (walked(ours, tokens, seed) for seed in range(3))
+        assert all(np.array_equal(one, expected) for one in found) == (len(edits) == 1)
+
+
+def test_concurrent_blocks_race_for_nothing():
+    spec, ids = spec_of(num_layers=2, dtype=DType.F16), [5, 17, 60, 31]
+    weights = RandomWeights(spec)
+    ours = ThreadWalk(spec, weights, 4, deep=True, split_least=2)
+    expected = Walk(spec, weights, 4, split_least=2).forward_logits(ids)
+    assert np.array_equal(ours.forward_logits(ids, 1), expected)
+    assert (ours.verdict.code, ours.verdict.report) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "name", some_always(("llama-3.2-1b", "qwen3-8b", "laneformer-2b"), "llama-3.2-1b")
+)
+def test_the_kernel_hardly_spills(name):
+    layout = deep_layout(layout_of(spec_named(name), max_context=4096))
+    assert len([what for _, what in machine_code(layout) if is_local(what)]) <= 48
+
+
+# ---- who is served by it ----
+
+SPEC = f16_spec(num_layers=2)
+
+
+class DeepBackend(FiberBackend):
+    deep_kernel = True
+
+
+@pytest.fixture(autouse=True)
+def six_positions_are_deep(monkeypatch):
+    monkeypatch.setattr(deep, "LEAST", 6)
+
+
+def opened(kind=DeepBackend):
+    return kind(RandomWeights(SPEC), BackendOptions(num_slots=2, max_context=160), 2)
+
+
+def test_a_request_that_gets_deep_goes_on_by_the_other_kernel():
+    asked = request(0, PROMPTS[0], 140, params=SamplingParams(temperature=0.8, seed=3))
+    expected = timeless(run(opened(FiberBackend), asked)[0])
+    backend = opened()
+    backend.deep.begin()
+    backend.settle()
+    assert timeless(run(backend, asked)[0]) == expected
+    assert backend.kernel.launches == 1 and backend.deep.take().launches == 1
+
+
+def test_it_is_compiled_when_a_request_first_gets_deep():
+    backend = opened()
+    run(backend, request(0, PROMPTS[0][:2], 2))
+    assert not backend.deep._compiled._threads
+    run(backend, request(0, PROMPTS[0], 140))
+    assert backend.deep._compiled._threads
+
+
+@pytest.mark.parametrize("where", ["compile", "load"])
+def test_without_it_the_other_kernel_serves_and_the_log_says_so_once(where, caplog):
+    def refuse(_):
+        raise DeviceError("no room")
+
+    def accept(_):
+        return SimpleNamespace()
+
+    layout = layout_of(named_shape("llama-3.2-1b"), max_context=4096)
+    build, load = (refuse, accept) if where == "compile" else (accept, refuse)
+    kernel = DeepKernel(layout, build, load)
+    for _ in range(3):
+        assert kernel.wait(2048) is None
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["no kernel of deep positions, that of one token serves them: no room"]
+    assert kernel.wait(3) is None
+
+
+def test_a_short_context_has_none():
+    assert deep_layout(layout_of(named_shape("llama-3.2-1b"), max_context=6)) is None
+    kernel = DeepKernel(None, lambda _: None, lambda _: None)
+    kernel.begin()
+    assert not kernel.ready(1 << 20)
