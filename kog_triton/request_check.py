@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.backends import Backend, BackendOptions, SeveralTokens, find_backend
+from kog_triton.backends import (
+    Backend,
+    BackendOptions,
+    DeepPositions,
+    SeveralTokens,
+    find_backend,
+)
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError, KogError
@@ -29,6 +35,7 @@ CHOSEN = 6  # tokens of a request
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 TOLD = 20  # log-probabilities with each token
 PROMPT = 2  # tokens: fewer than a chunk is worth
+DEEP = CONTEXT - CHOSEN - 3  # of a prompt whose keys and values a kernel of deep positions reads
 # Of log-probabilities, in the deviation of the logits: the root mean square of what they may be off, and what a logit
 # may be where a token is chosen that the reference finds nearly as good.
 OFF, NEAR = 0.05, 0.1
@@ -101,6 +108,8 @@ def _cases(ours: Any) -> Iterator[tuple[str, list[list[Request]]]]:
             each = range(min(tokens, slots))
             together = [_request(spec, slot, PROMPT, ways[slot % len(ways)]) for slot in each]
             yield f"the kernel of {tokens} requests a step", [together]
+    if isinstance(ours, DeepPositions) and ours.serve_deep():
+        yield "the kernel of deep positions", [[_request(spec, 0, DEEP, way)] for way in ways]
 
 
 def _request(spec: ModelSpec, slot: int, length: int, params: SamplingParams) -> Request:

@@ -16,7 +16,7 @@ from kog_triton.backends import Availability, BackendOptions, WeightSource, refu
 from kog_triton.backends.cuda.chunks import Chunks
 from kog_triton.backends.cuda.columns import ColumnKernel, Columns, make_kernel
 from kog_triton.backends.cuda.compilers import Background
-from kog_triton.backends.cuda.deep import DeepKernel, deep_layout
+from kog_triton.backends.cuda.deep import LEAST, DeepKernel, deep_layout
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.early import FirstKernels
 from kog_triton.backends.cuda.gpus import open_gpus
@@ -195,11 +195,7 @@ class CudaBackend(PromptsBeside):
                 partial(self._open_kernel, "head_step.cu", "kog_head_step"),
                 "first tokens",
             )
-            self.deep = DeepKernel(
-                deep_layout(self.layout) if self.deep_kernel else None,
-                partial(self._compile_ahead, "decode.cu"),
-                partial(self._open_kernel, "decode.cu", "kog_decode"),
-            )
+            self.deep = self._deep_from(LEAST)
             if self.columns_ahead:
                 self.columns.begin()
                 self.first_tokens.begin()
@@ -429,8 +425,8 @@ class CudaBackend(PromptsBeside):
     ) -> list[Recording]:
         """A recording a rank, of the kernel that serves a request behind the prompt; `read_clocks` is called around the
         launch that takes stamps."""
-        deep = self.deep.wait(len(prompt))
-        layout = replace(self.layout, deep=deep is not None, profile_tokens=tokens)
+        kernel = self.deep.wait(len(prompt))
+        layout = replace(self.layout, deep=kernel is not None, profile_tokens=tokens)
         ranks = self.ranks.apart().changed(lambda rank: stamp_tensors(layout, self.devices[rank]))
         stamping = self._load("decode.cu", "kog_decode", layout)
 
@@ -440,7 +436,7 @@ class CudaBackend(PromptsBeside):
             read_clocks()
 
         try:
-            return record(layout, ranks, prompt, [partial(self._run, ranks, [0], deep), stamped])
+            return record(layout, ranks, prompt, [partial(self._run, ranks, [0], kernel), stamped])
         finally:
             stamping.close()
 
@@ -471,6 +467,26 @@ class CudaBackend(PromptsBeside):
             )
         kernels = [kernel for kernel in (*each.values(), self.chunks.kernel) if kernel]
         return [(kernel.layout.columns, kernel.layout.chunk) for kernel in kernels]
+
+    def serve_deep(self) -> bool:
+        if not self.deep_kernel:
+            return False
+        self.deep = self._deep_from(0)
+        with self._entry.at_once():
+            found = self.deep.wait(0)
+        if found is None:
+            raise DeviceError(
+                f"backend {self.name} has no kernel of deep positions for {self.gpu.name}: the log says why"
+            )
+        return True
+
+    def _deep_from(self, least: int) -> DeepKernel:
+        return DeepKernel(
+            deep_layout(self.layout, least) if self.deep_kernel else None,
+            partial(self._compile_ahead, "decode.cu"),
+            partial(self._open_kernel, "decode.cu", "kog_decode"),
+            least,
+        )
 
     def make_ready(self) -> bool:
         if self.library is None:
@@ -516,12 +532,12 @@ class CudaBackend(PromptsBeside):
         slots: Sequence[int],
         most_steps: int,
         step: ColumnKernel | None,
-        deep: RankKernel | None = None,
+        of_deep: RankKernel | None = None,
     ) -> tuple[Layout, Finished]:
-        """Start the kernel of one token, or that of `deep` positions, on slots round robin, or one of columns on all of
+        """Start the kernel of one token, or that of deep positions, on slots round robin, or one of columns on all of
         them together."""
         if step is None:
-            kernel = deep or self.first.of_steps(slots)
+            kernel = of_deep or self.first.of_steps(slots)
             return self.layout, self._launch(self.ranks, slots, most_steps, kernel)
         ranks = self.ranks.changed(lambda r: {"words": step.words[r], "scores": step.scores[r]})
         cursors = [*slots] * step.layout.columns if step.layout.chunk else slots

@@ -20,14 +20,16 @@ LEAST = 1024
 NAME = "deep positions"  # for the log
 
 
-def deep_layout(layout: Layout) -> Layout | None:
-    """None for a model whose context ends ahead of LEAST."""
-    return replace(layout, deep=True) if layout.max_context > LEAST else None
+def deep_layout(layout: Layout, least: int = LEAST) -> Layout | None:
+    """None for a model whose context ends ahead of `least` positions."""
+    return replace(layout, deep=True) if layout.max_context > least else None
 
 
 class DeepKernel:
-    """
+    """The kernel of deep positions of one model, and whether it is there.
+
     layout   None: there is to be none
+    least    positions from which on it serves
     build    puts a layout's kernel where `load` finds it; DeviceError if it cannot
     load     makes it ready to run; by the thread that launches
     """
@@ -37,10 +39,11 @@ class DeepKernel:
         layout: Layout | None,
         build: Callable[[Layout], object],
         load: Callable[[Layout], "RankKernel"],
+        least: int = LEAST,
     ) -> None:
-        self._layout, self._load = layout, load
+        self._layout, self._load, self._least = layout, load, least
         self._compiled: CompiledBeside[str] = CompiledBeside(
-            lambda _: build(self._of()), str, "that of one token serves them"
+            lambda _: build(self._of()), str, "the kernel of one token serves them"
         )
         self._kernel: RankKernel | None = None
 
@@ -50,11 +53,13 @@ class DeepKernel:
             self._compiled.begin(NAME)
 
     def ready(self, position: int) -> bool:
-        """Whether a launch whose deepest request stands at a position finds it; begins to compile it if it should."""
-        return self._layout is not None and position >= LEAST and self._compiled.ready(NAME)
+        """Whether this kernel is to serve a launch whose deepest request stands at a position, and is compiled; from
+        then on it compiles."""
+        deep = self._layout is not None and position >= self._least
+        return deep and self._compiled.ready(NAME)
 
     def take(self) -> "RankKernel | None":
-        """It is `ready`; None if it cannot be loaded."""
+        """The kernel, which is `ready`; None if it cannot be loaded."""
         if self._kernel is None:
             try:
                 self._kernel = self._load(self._of())
@@ -68,7 +73,7 @@ class DeepKernel:
 
     def wait(self, position: int) -> "RankKernel | None":
         """The kernel for a request at a position, waited for if it is this one; None if it is the other."""
-        if not self.ready(position):
+        if position >= self._least and not self.ready(position):
             self.settle()
         return self.take() if self.ready(position) else None
 

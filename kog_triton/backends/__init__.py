@@ -182,6 +182,16 @@ class SeveralTokens(Protocol):
 
 
 @runtime_checkable
+class DeepPositions(Protocol):
+    """A backend that may have a kernel of its own for requests deep in their context."""
+
+    def serve_deep(self) -> bool:
+        """From now on that kernel serves requests alone, whatever their position; False if there is none. DeviceError
+        if it cannot be had. While no request runs."""
+        ...
+
+
+@runtime_checkable
 class Unready(Protocol):
     """A backend that leaves for quiet moments what a first request need not wait for."""
 

@@ -1,5 +1,6 @@
 """The kernel of one token for deep positions: keys and values come through the ring, and no bit is another."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,17 +8,20 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda import deep
+from kog_triton.backends.cuda import backend
 from kog_triton.backends.cuda.deep import DeepKernel, deep_layout
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape
-from kog_triton.model.spec import DType
+from kog_triton.model.spec import DType, Head
+from kog_triton.request_check import check_requests
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_planting import plant
+from tests.lib.cuda_ranks import RankWalk
 from tests.lib.cuda_requests import PROMPTS, request, run, timeless
 from tests.lib.cuda_threads import ThreadWalk
 from tests.lib.cuda_walk import FiberBackend, Walk, compile_walk, layout_of
+from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.machine_code import is_local, machine_code, spec_named
 from tests.lib.ring_walker import f16_spec, spec_of
 from tests.lib.slow import some_always
@@ -46,7 +50,7 @@ WALKS = {
         {},
         60,
     ),
-    # More slots than the ring has; five warps a group.
+    # More slots than the ring has; three groups of five warps, and one of none.
     "slots": (
         spec_of(
             num_layers=1,
@@ -57,8 +61,8 @@ WALKS = {
             intermediate_size=16,
         ),
         1,
-        {"max_context": 640},
-        610,
+        {"max_context": 256},
+        230,
     ),
     "KV tasks": (
         spec_of(num_layers=2, num_heads=8, num_kv_heads=4, dtype=DType.BF16),
@@ -66,6 +70,7 @@ WALKS = {
         {"split_least": 2},
         20,
     ),
+    "lanes": (mixed_lanes(Head.SUM_THEN_NORM), 4, {"split_least": 2}, 8),
 }
 
 
@@ -73,7 +78,9 @@ def tokens_of(spec, count):
     return np.random.default_rng(0).integers(0, spec.vocab_size, count).tolist()
 
 
-@pytest.mark.parametrize("name", some_always(WALKS, "a row a split", "rounds", "KV tasks"))
+@pytest.mark.parametrize(
+    "name", some_always(WALKS, "a row a split", "rounds", "slots", "KV tasks", "lanes")
+)
 def test_deep_positions_have_the_bits_of_the_other_kernel(name):
     spec, blocks, options, count = WALKS[name]
     weights, tokens = RandomWeights(spec), tokens_of(spec, count)
@@ -81,6 +88,21 @@ def test_deep_positions_have_the_bits_of_the_other_kernel(name):
     ours = Walk(spec, weights, blocks, deep=True, **options)
     for seed in range(3):
         assert np.array_equal(ours.forward_logits(tokens, seed), expected)
+
+
+class DeepRanks(RankWalk):
+    def _lay_out_ranks(self, lowering, max_context):
+        return replace(super()._lay_out_ranks(lowering, max_context), deep=True)
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_ranks_have_the_bits_of_the_other_kernel(lanes):
+    spec = mixed_lanes(Head.SUM_THEN_NORM) if lanes else spec_of(num_layers=2, dtype=DType.F16)
+    spec = spec.replace(vocab_size=104)  # for two ranks
+    weights, tokens = RandomWeights(spec), tokens_of(spec, 8)
+    expected = RankWalk(spec, weights, 2, 2, split_least=2).forward_logits(tokens)
+    ours = DeepRanks(spec, weights, 2, 2, split_least=2)
+    assert all(np.array_equal(ours.forward_logits(tokens, seed), expected) for seed in range(3))
 
 
 # Bytes of the ring that nothing has written are NaNs.
@@ -113,8 +135,14 @@ FAULTS = {
     "a slot too few is left": (
         "rounds",
         "deep.h",
-        "  leave_slots(b, ring, slots);\n",
-        "  leave_slots(b, ring, slots - 1);\n",
+        "  leave_slots(b, ring, slots);  //",
+        "  leave_slots(b, ring, slots - 1);  //",
+    ),
+    "warps without a tile leave slots behind a barrier": (
+        "slots",
+        "deep.h",
+        "  leave_slots(b, ring, slots);  //",
+        "  sync_consumers();\n  leave_slots(b, ring, slots);  //",
     ),
 }
 
@@ -138,7 +166,8 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
     for edits in ((POISON,), (POISON, tuple(edit))):
         folder = tmp_path / str(len(edits))
         folder.mkdir()
-        ours.library = compile_walk(ours.layout, include=plant(folder, *edits), **options)
+        changes = {key: value for key, value in options.items() if key != "max_context"}
+        ours.library = compile_walk(ours.layout, include=plant(folder, *edits), **changes)
         found = (walked(ours, tokens, seed) for seed in range(3))
         assert all(np.array_equal(one, expected) for one in found) == (len(edits) == 1)
 
@@ -171,7 +200,7 @@ class DeepBackend(FiberBackend):
 
 @pytest.fixture(autouse=True)
 def six_positions_are_deep(monkeypatch):
-    monkeypatch.setattr(deep, "LEAST", 6)
+    monkeypatch.setattr(backend, "LEAST", 6)
 
 
 def opened(kind=DeepBackend):
@@ -181,19 +210,19 @@ def opened(kind=DeepBackend):
 def test_a_request_that_gets_deep_goes_on_by_the_other_kernel():
     asked = request(0, PROMPTS[0], 140, params=SamplingParams(temperature=0.8, seed=3))
     expected = timeless(run(opened(FiberBackend), asked)[0])
-    backend = opened()
-    backend.deep.begin()
-    backend.settle()
-    assert timeless(run(backend, asked)[0]) == expected
-    assert backend.kernel.launches == 1 and backend.deep.take().launches == 1
+    ours = opened()
+    ours.deep.begin()
+    ours.settle()
+    assert timeless(run(ours, asked)[0]) == expected
+    assert ours.kernel.launches == 1 and ours.deep.take().launches == 1
 
 
 def test_it_is_compiled_when_a_request_first_gets_deep():
-    backend = opened()
-    run(backend, request(0, PROMPTS[0][:2], 2))
-    assert not backend.deep._compiled._threads
-    run(backend, request(0, PROMPTS[0], 140))
-    assert backend.deep._compiled._threads
+    ours = opened()
+    run(ours, request(0, PROMPTS[0][:2], 2))
+    assert not ours.deep._compiled._threads
+    run(ours, request(0, PROMPTS[0], 140))
+    assert ours.deep._compiled._threads
 
 
 @pytest.mark.parametrize("where", ["compile", "load"])
@@ -210,12 +239,42 @@ def test_without_it_the_other_kernel_serves_and_the_log_says_so_once(where, capl
     for _ in range(3):
         assert kernel.wait(2048) is None
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["no kernel of deep positions, that of one token serves them: no room"]
+    assert told == ["no kernel of deep positions, the kernel of one token serves them: no room"]
     assert kernel.wait(3) is None
 
 
 def test_a_short_context_has_none():
-    assert deep_layout(layout_of(named_shape("llama-3.2-1b"), max_context=6)) is None
+    layout = layout_of(named_shape("llama-3.2-1b"), max_context=6)
+    assert deep_layout(layout, least=6) is None and deep_layout(layout, least=5).deep
     kernel = DeepKernel(None, lambda _: None, lambda _: None)
     kernel.begin()
     assert not kernel.ready(1 << 20)
+
+
+ONE, DEEP = "the kernel of one token", "the kernel of deep positions"
+SMALL = SPEC.replace(vocab_size=1200)  # ids enough for all ways of sampling
+
+
+def test_a_gpu_that_is_new_is_tried_with_it():
+    assert check_requests(DeepBackend, SMALL, "here") == [ONE, DEEP]
+    assert check_requests(FiberBackend, SMALL, "here") == [ONE]
+
+
+def test_a_gpu_that_is_new_and_computes_wrong_with_it_is_refused():
+    class Wrong(DeepBackend):
+        def _load(self, source, entry, layout):
+            kernel = super()._load(source, entry, layout)
+            if layout.deep:
+                self.memory.embed.fill_(1)
+            return kernel
+
+    class Missing(DeepBackend):
+        def _load(self, source, entry, layout):
+            if layout.deep:
+                raise DeviceError("no room")
+            return super()._load(source, entry, layout)
+
+    with pytest.raises(DeviceError, match=f"{DEEP} computes wrong on here"):
+        check_requests(Wrong, SMALL, "here")
+    with pytest.raises(DeviceError, match="backend cuda has no kernel of deep positions for"):
+        check_requests(Missing, SMALL, "here")

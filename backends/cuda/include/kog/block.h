@@ -54,7 +54,7 @@ struct Small {
   u32 issued;  // ring slots that the producer has asked for, if kProfile
   u32 waits[kWarps];  // when a warp's wait began, an odd number, or kExpired; 0: it does not wait
   WarpState warp_states[kColumns > 1 ? kWarps : 1];
-  u32 acquired;  // by how many warps, over all steps, if kDeep (acquire_cache)
+  u32 acquired;  // how often a warp has acquired a step's rows of the cache, if kDeep (acquire_cache)
 };
 constexpr u32 kExpired = 2;
 static_assert(sizeof(Small) <= kSmallBytes, "Small outgrew SMALL_BYTES of layout/layout.py");

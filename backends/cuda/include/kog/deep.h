@@ -30,8 +30,8 @@ KOG_DEVICE void leave_slots(Block& b, Ring& ring, int count) {
     ring.release(b);
   }
 }
-// A warp's tiles of a span, of which the cache holds `cached` rows; all but the new one come through the ring. How many of
-// the span's `slots` are left behind them.
+// A warp's tiles of a span, whose first `cached` rows come through the ring, in `slots` slots; the last row may be new.
+// Returns how many of the slots lie behind the warp's last tile.
 KOG_DEVICE int walk_ring(Block& b, Ring& ring, const Span& span, int cached, int slots, Softmax& softmax) {
   int walker = b.warp % kWarpsAGroup, rows = span.end - span.start, others = walker / kSlotTiles;
   AttentionScratch scratch(b);
@@ -69,12 +69,12 @@ KOG_DEVICE void walk_deep_span(Block& b, Ring& ring, const Span& span, int posit
 
   Softmax softmax;
   if (walks) slots = walk_ring(b, ring, span, cached, slots, softmax);
+  leave_slots(b, ring, slots);  // ahead of every barrier: the others may need slots that these make room for
   AttentionScratch scratch(b);
   put_results(b, walks, walked, softmax, scratch);
   merge_warps(b, walked, scratch, [&](int query, int pair, float2 v, float log) {
     publish_split(b, span, query, pair, v, log, phase);
   });
-  leave_slots(b, ring, slots);
   stamp(b, Point::kAttentionSplit);
   leave_results();
 }

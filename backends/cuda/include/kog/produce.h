@@ -1,5 +1,5 @@
 // The producer's walk: the weights of one token after the other, and ahead of each layer's attention the first tiles of
-// its keys and values; or, between q, k and v's weights and o_proj's, all of those (deep.h).
+// its keys and values; or, between q, k and v's weights and o_proj's, all keys and values (deep.h).
 #pragma once
 #include <kog/attention.h>
 #include <kog/runs.h>
@@ -50,7 +50,7 @@ KOG_DEVICE bool fill_span(Block& b, Producer& producer, int slot, int layer, con
   }
   return true;
 }
-// Those of this block's part of a layer's attention.
+// The rows of all spans that this block walks in a layer.
 KOG_DEVICE bool fill_spans(Block& b, Producer& producer, int slot, int layer, int position, int steps) {
   if (position >= b.p.positions) return true;  // ahead of the end of a request
   if (!wait_for_rows(b, steps - 1)) return false;

@@ -364,9 +364,12 @@ KOG_DEVICE void fetch_to_l2(const void* from, u32 bytes, u64 policy) {
                "r"(bytes), "l"(policy)
                : "memory");
 }
-// Behind a fence of all warps' that add to a word of shared memory, and of the thread that has read it: bulk copies read
-// what those had acquired.
-KOG_DEVICE void add_behind_fence(u32* p, u32 v) { atomicAdd(p, v); }
+// Bulk copies read what threads had acquired that told so: each adds to a word of shared memory, and the thread that
+// copies has read the sum.
+KOG_DEVICE void add_released(u32* p, u32 v) {
+  asm volatile("fence.acq_rel.cta;" ::: "memory");
+  atomicAdd(p, v);
+}
 KOG_DEVICE void acquire_for_copies(const u32*) {
   asm volatile("fence.acq_rel.cta;\nfence.proxy.async.global;" ::: "memory");
 }

@@ -11,11 +11,11 @@ struct Ring {
 
   KOG_DEVICE void begin_token() {}  // the producer knows
   KOG_DEVICE void begin_at(int) {}
-  // Who asks for rows of the cache waits for as many warps (produce.h).
+  // The warp has acquired the rows of the cache that a step has appended (wait_for_rows).
   KOG_DEVICE void tell_acquired(const Block& b) const {
     if constexpr (kDeep) {
       sync_warp();
-      if (b.in_warp == 0) add_behind_fence(&b.small->acquired, 1);
+      if (b.in_warp == 0) add_released(&b.small->acquired, 1);
     }
   }
   KOG_DEVICE const u8* weights(const Block& b) const { return b.ring + slot * kRingSlotBytes; }
@@ -129,7 +129,7 @@ struct Producer {
     end_slot(b);
     return true;
   }
-  // The same in copies of its parts.
+  // A slot that is filled by several copies: its bytes in all, then each copy, then the end.
   KOG_DEVICE bool begin_slot(Block& b, const u8* from, u32 bytes, int left) {
     if (count >= kRingSlots && !wait_for_slot(b, from, left)) return false;
     barrier_expect(&b.full[next.slot], bytes);

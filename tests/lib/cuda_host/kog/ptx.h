@@ -457,7 +457,7 @@ KOG_EMULATED bool barrier_test(u64* b, u32 parity) {
 }
 inline u64 read_once() { return 0; }
 inline void fetch_to_l2(const void* from, u32 bytes, u64 = 0) { host::note_fetch(from, bytes); }
-KOG_EMULATED void add_behind_fence(u32* p, u32 v) {
+KOG_EMULATED void add_released(u32* p, u32 v) {
   host::note_release(p);
   host::add(p, v);
 }
