@@ -149,7 +149,7 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 96), mutant.named()
 
 
-MORE_ARGUED = ("laneformer", "heads", "many", "columns", "columns of waves")
+MORE_ARGUED = ("laneformer", "heads", "many", "columns", "columns of waves", "columns of heads")
 
 
 @pytest.mark.parametrize("case", some_always(["split", "wide", *MORE_ARGUED], "wide"))
