@@ -22,7 +22,7 @@ constexpr int kSlotTiles = slot_tiles(), kSlotRows = kSlotTiles * kTileRows, kRo
 constexpr int kValuesAt = kSlotTiles * kTileBytes;  // of a ring slot
 static_assert(!kDeep || 2 * kValuesAt <= kRingSlotBytes);
 
-// So many ring slots are other warps'.
+// Leaves `count` ring slots, whose tiles are other warps', as they come.
 KOG_DEVICE void leave_slots(Block& b, Ring& ring, int count) {
 #pragma unroll 1
   for (; count > 0; count--) {
@@ -60,7 +60,7 @@ KOG_DEVICE int walk_ring(Block& b, Ring& ring, const Span& span, int cached, int
   }
   return slots;
 }
-// walk_span (attention.h).
+// walk_span (attention.h) of a kernel of deep positions.
 KOG_DEVICE void walk_deep_span(Block& b, Ring& ring, const Span& span, int position, u32 phase, const NewRows& rows) {
   int cached = rows.start(span) - span.start, slots = (cached + kSlotRows - 1) / kSlotRows;
   int tiles = tiles_of(span), walked = tiles < kWarpsAGroup ? tiles : kWarpsAGroup;

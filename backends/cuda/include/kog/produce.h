@@ -25,8 +25,8 @@ KOG_DEVICE void fetch_tiles(const Block& b, int slot, int layer, int position) {
   }
 }
 
-// Until all warps have acquired what the launch's first `steps` steps have appended to the cache (acquire_cache). False once
-// the consumers have left.
+// Until all warps have acquired what the launch's first `steps` steps have appended to the cache (acquire_cache). False
+// once the consumers have left.
 KOG_DEVICE bool wait_for_rows(const Block& b, int steps) {
   while (static_cast<int>(load_volatile(&b.small->acquired)) < kWarps * steps) {
     if (load_volatile(&b.small->stop) != 0) return false;
@@ -35,8 +35,8 @@ KOG_DEVICE bool wait_for_rows(const Block& b, int steps) {
   acquire_for_copies(&b.small->acquired);
   return true;
 }
-// A span's rows that the cache holds at `position`, in step number `steps`: the last step's is the last. False once the
-// consumers have left.
+// A span's rows that the cache holds at `position`, in step number `steps`; the row of the step before comes last. False
+// once the consumers have left.
 KOG_DEVICE bool fill_span(Block& b, Producer& producer, int slot, int layer, const Span& span, int position, int steps) {
   const u16* keys = cache_at(b, slot, layer, span.head) + static_cast<u64>(span.start) * kRowDim;
   int end = span.newest ? position : span.end;
