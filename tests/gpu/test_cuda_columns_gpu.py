@@ -41,7 +41,7 @@ def test_all_kernels_pass_the_check_of_a_new_gpu(name, gpus):
     if torch.cuda.device_count() < gpus:
         pytest.skip("needs two GPUs")
     small = small_model(named_shape(name), num_gpus=gpus)
-    assert len(check_requests(CudaBackend, small, "an NVIDIA GPU", 8, gpus)) == 5
+    assert len(check_requests(CudaBackend, small, "an NVIDIA GPU", 8, gpus)) == 6
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -44,10 +44,9 @@ SPECS = {
 }
 
 
-def opened(kind, weights):
-    backend = kind(
-        weights, BackendOptions(device="nvidia", max_context=3072, num_slots=2, prefill="kernel")
-    )
+def opened(kind, weights, num_gpus=1):
+    asked = BackendOptions(2, 3072, num_gpus=num_gpus, device="nvidia", prefill="kernel")
+    backend = kind(weights, asked)
     backend.settle()
     return backend
 
@@ -64,16 +63,14 @@ def weights_named(name):
     return open_model(None, shape, torch.device("cuda"), "auto", how).weights
 
 
-@pytest.mark.parametrize("name", [*SPECS, "qwen3-0.6b int4-g128"])
-def test_a_request_has_the_same_tokens_as_it_gets_deep(name):
-    weights = weights_named(name)
+def check_tokens(weights, num_gpus):
     spec = weights.spec
     params = SamplingParams(temperature=0.7, seed=11, logprobs=2)
     near = request(0, prompt_of(spec, LEAST - 100, 1), 400, params=params)
     deep = request(1, prompt_of(spec, 2 * LEAST, 2), 200, params=params)
     found = []
     for kind in (Plain, RoundRobin):
-        backend = opened(kind, weights)
+        backend = opened(kind, weights, num_gpus)
         one = timeless(run(backend, near)[0])
         both = serve(backend, near, deep)
         found.append((one, {slot: timeless(steps) for slot, steps in both.items()}))
@@ -81,6 +78,18 @@ def test_a_request_has_the_same_tokens_as_it_gets_deep(name):
         backend.close()
         gc.collect()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", [*SPECS, "qwen3-0.6b int4-g128"])
+def test_a_request_has_the_same_tokens_as_it_gets_deep(name):
+    check_tokens(weights_named(name), num_gpus=1)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
+def test_a_request_on_two_gpus_has_the_same_tokens_as_it_gets_deep(name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_tokens(weights_named(name), num_gpus=2)
 
 
 def test_a_profile_is_of_the_kernel_that_serves_its_depth():
