@@ -15,8 +15,9 @@ from kog_triton.demo import checkpoint_path
 from kog_triton.json_file import read_json
 from kog_triton.model.config import Config
 from kog_triton.model.families import read_spec
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import ModelSpec
+from kog_triton.model.weight_format import FORMATS
 
 # Name of a backend -> (ModelSpec, BackendOptions) -> None: begins what the backend will ask for, where "auto" means it.
 GROUP = "kog_triton.precompilers"
@@ -31,19 +32,22 @@ def precompile(
     device: str = "",
     num_gpus: int = 1,
     dtype: str = "auto",
+    weights: str | None = None,
     max_model_len: int | None = None,
     num_slots: int = 1,
     prefill: str = "auto",
 ) -> None:
     """Let the backend of this name begin to compile, or "auto" that which it will take. Never raises.
 
-    The model is a folder, a hub id whose files are here, a published shape, or by default the demo; the others are
-    what LLM takes.
+    The model is a folder, a hub id whose files are here, a published shape, or by default the demo. `weights` is
+    the format that the shape's random weights are rounded to, a key of FORMATS; the others are what LLM takes.
     """
     try:
         spec = named_shape(shape) if shape else _read_spec(model)
         if spec is None:
             return
+        if weights:
+            spec = with_format(spec, FORMATS[weights])
         room = spec.max_context if max_model_len is None else max_model_len
         if not 2 <= room <= spec.max_context:
             return

@@ -208,8 +208,8 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     device, word = find_device(args.device)
     choices, _ = _backends(args, word)
     model = open_model(args.model, args.shape, device, args.dtype, args.weights)
-    asked = {name: getattr(args, name) for name in ("model", "shape", "device", "dtype")}
-    asked["num_gpus"] = args.gpus
+    given = ("model", "shape", "device", "dtype", "weights")
+    asked = {name: getattr(args, name) for name in given} | {"num_gpus": args.gpus}
     rows = [start_rounds(choice.name, asked, args.rounds, _say(args)) for choice in choices]
     measured = {"bandwidth": None, "conditions": None, "rows": rows, "failures": []}
     described = {

@@ -1,13 +1,18 @@
 """The process that `kog bench startup` starts: as `kog generate` does, the compiler first and torch after it.
 
-Takes the arguments of `one_start` as JSON and prints its phases (startup.PHASES) as JSON, in seconds.
+Takes the arguments of `one_start` as JSON and prints its phases (startup.PHASES) as JSON, in seconds. What is
+compiled or wrong is told on stderr.
 """
 
 import json
+import logging
 import sys
 import time
+from collections.abc import Sequence
 
 from kog_triton.backends import BackendOptions
+from kog_triton.cli.command import end_process, run
+from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.precompile import precompile
 
 PROMPT_TOKENS, MAX_CONTEXT = 16, 64
@@ -22,8 +27,12 @@ def one_start(
     device: str,
     num_gpus: int,
     dtype: str,
+    weights: str | None,
 ) -> dict[str, float]:
-    """`started` by the wall clock, since that was in another process; the others are `precompile`'s."""
+    """`started` by the wall clock, since that was in another process; the others are `open_model`'s.
+
+    weights  the format that a shape's random weights are rounded to, as `kog bench --weights` takes it
+    """
     precompile(
         backend,
         model,
@@ -31,6 +40,7 @@ def one_start(
         device=device,
         num_gpus=num_gpus,
         dtype=dtype,
+        weights=weights,
         max_model_len=MAX_CONTEXT,
         num_slots=SLOTS,
     )
@@ -40,7 +50,7 @@ def one_start(
 
     imported = time.time()
     place, word = find_device(device)
-    opened = open_model(model, shape, place, dtype)
+    opened = open_model(model, shape, place, dtype, weights)
     options = BackendOptions(SLOTS, max_context=MAX_CONTEXT, num_gpus=num_gpus, device=word)
     engine = BackendUnderTest(choose(backend, word).backend, opened.weights, options)
     loaded = time.time()
@@ -60,9 +70,17 @@ def one_start(
     }
 
 
-def main() -> None:
-    print(json.dumps(one_start(**json.loads(sys.argv[1]))))
+def _body(argv: Sequence[str] | None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    logging.getLogger("kog_triton").addHandler(STDERR_LOG)
+    logging.getLogger("kog_triton.compilers").setLevel(logging.INFO)
+    print(json.dumps(one_start(**json.loads(argv[0]))))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(_body, argv)
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main)

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from kog_triton.errors import RunError
 
 PHASES = ("import_s", "load_s", "first_token_s", "second_token_s", "total_s", "compiled_s")
 TIMEOUT_S = 900
+RELAY_S = 5  # for the last lines of a process that has ended, should another hold its stderr
 # Where our cubins and Triton's kernels are kept; what NVRTC keeps itself (CUDA 12.9 on) is left aside.
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")
 
@@ -39,7 +41,7 @@ def start_rounds(name: str, asked: dict[str, Any], rounds: int, say: Say) -> dic
     with empty_caches() as environment:
         for n in range(rounds):
             say(f"start {n + 1} of {rounds}: {name}")
-            starts.append(_start(asked | {"backend": name}, environment))
+            starts.append(_start(asked | {"backend": name}, environment, say))
     row = make_row(name, "backend", "timed", "")
     row["load_s"] = median(s["load_s"] for s in starts)
     row["startup"] = {phase: [s[phase] for s in starts] for phase in PHASES}
@@ -56,17 +58,44 @@ def empty_caches() -> Iterator[dict[str, str]]:
         yield os.environ | {"HF_HOME": HF_HOME, "CUDA_CACHE_DISABLE": "1"} | moved
 
 
-def _start(asked: dict[str, Any], environment: dict[str, str]) -> dict[str, float]:
+@contextmanager
+def _relayed(say: Say) -> Iterator[tuple[int, list[str]]]:
+    """A file descriptor for the stderr of a process, whose lines are said as they come, and those lines."""
+    reading, writing = os.pipe()
+    lines: list[str] = []
+
+    def relay() -> None:
+        with os.fdopen(reading, encoding="utf-8", errors="replace") as stderr:
+            for line in filter(None, map(str.rstrip, stderr)):
+                lines.append(line)
+                say(line)
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    try:
+        yield writing, lines
+    finally:
+        os.close(writing)
+        thread.join(RELAY_S)
+
+
+def _start(asked: dict[str, Any], environment: dict[str, str], say: Say) -> dict[str, float]:
     given = json.dumps(asked | {"started": time.time()})
     program = [sys.executable, "-m", "kog_triton.bench.one_start", given]
     try:
-        done = subprocess.run(
-            program, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+        with _relayed(say) as (stderr, lines):
+            done = subprocess.run(
+                program,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
     except subprocess.TimeoutExpired as error:
         raise RunError(f"a start took more than {TIMEOUT_S} s") from error
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        raise RunError(f"a start failed: {said[-1]}")
+        said = lines[-1] if lines else "no message"
+        raise RunError(f"a start failed: {said.removeprefix('error: ')}")
     phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return phases

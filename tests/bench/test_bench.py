@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -18,7 +19,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.choose import choose
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench import cli as bench
-from kog_triton.bench import measure
+from kog_triton.bench import measure, one_start
 from kog_triton.bench.engines import GREEDY, BackendUnderTest, Sampling
 from kog_triton.bench.model import Model
 from kog_triton.bench.peers import PEERS
@@ -32,6 +33,7 @@ from kog_triton.demo import checkpoint_path
 from kog_triton.errors import RunError
 from kog_triton.model.shapes import SHAPES
 from kog_triton.model.spec import DType
+from kog_triton.model.weight_format import FORMATS
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.fake_backend import FakeBackend, install
 from tests.lib.fake_checkpoint import make_checkpoint
@@ -39,6 +41,16 @@ from tests.lib.ring_walker import spec_of
 
 SCHEMA = json.loads(Path(bench.__file__).with_name("result.schema.json").read_text())
 FEW = ("--rounds", "2", "--warmup", "1", "--max-tokens", "4", "--depth", "5")
+SMALL = {
+    **SHAPES["qwen3-0.6b"],
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+}  # of a shape
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -238,6 +250,50 @@ def test_startup_is_timed_in_its_own_process(cli):
     assert code == 0 and "first_token" in out and all(s > 0 for s in phases.values())
     parts = phases["import_s"] + phases["load_s"] + phases["first_token_s"]
     assert phases["total_s"] == pytest.approx(parts) and phases["compiled_s"] >= phases["total_s"]
+
+
+def test_a_start_opens_weights_of_the_format_that_is_asked_for(cli, monkeypatch):
+    begun, opened, real = [], [], subprocess.run
+
+    def run(argv, **options):
+        """The child's work in this process, where what it opens is seen."""
+        if "kog_triton.bench.one_start" not in argv:
+            return real(argv, **options)
+        phases = one_start.one_start(**json.loads(argv[-1]))
+        return subprocess.CompletedProcess(argv, 0, json.dumps(phases))
+
+    def under_test(backend, weights, options):
+        opened.append(weights)
+        return BackendUnderTest(backend, weights, options)
+
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("kog_triton.bench.engines.BackendUnderTest", under_test)
+    monkeypatch.setattr(one_start, "precompile", lambda *_, **asked: begun.append(asked))
+    asked = ("--shape=small", "--weights=int4-g32", "--backend=reference", "--device=cpu")
+    code, record, _, err = cli("startup", *asked, "--rounds=1")
+    assert code == 0, err
+    (weights,) = opened
+    assert weights.spec.narrow and {how for _, how in weights.spec.narrow} == {FORMATS["int4-g32"]}
+    assert begun[0]["weights"] == "int4-g32"
+    assert record["model"]["weights"].endswith("int4-g32")
+
+
+def test_what_a_start_says_is_progress_and_its_last_line_the_error(cli, monkeypatch):
+    real = subprocess.run
+
+    def run(argv, **options):
+        if "kog_triton.bench.one_start" not in argv:
+            return real(argv, **options)
+        said = "import sys; sys.exit('compiling\\n\\nerror: no GPU is free')"
+        return real([sys.executable, "-c", said], **options)
+
+    monkeypatch.setattr("subprocess.run", run)
+    wrong = "error: a start failed: no GPU is free\n"
+    lines = ("start 1 of 1: reference", "compiling", "error: no GPU is free")
+    code, _, _, err = cli("startup", "--rounds=1")
+    assert code == 5 and err == "".join(f"bench: {line}\n" for line in lines) + wrong
+    assert cli("startup", "--rounds=1", "--quiet")[3] == wrong
 
 
 def test_kog_knows_the_command(capsys):

@@ -149,12 +149,13 @@ def test_startup(monkeypatch, tmp_path, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kog_triton.bench.startup.start_rounds", start_rounds)
-    assert bench.main(["startup", *SHARED, "--gpus=2", "--rounds=4"]) == 130
+    assert bench.main(["startup", *SHARED, "--gpus=2", "--weights=mxfp4", "--rounds=4"]) == 130
     arguments = {
         "model": None,
         "shape": "qwen3-0.6b",
         "device": "cpu",
         "dtype": "fp16",
+        "weights": "mxfp4",
         "num_gpus": 2,
     }
     assert asked == [("reference", arguments, 4)]

@@ -156,6 +156,17 @@ def test_a_published_shape_is_begun_as_its_random_weights_ask(begun):
     assert not any("kDeep = true" in text for text, _ in begun)
 
 
+def test_random_weights_of_a_format_begin_no_kernel_of_wide_ones(begun, monkeypatch):
+    asked = {"shape": "qwen3-0.6b", "dtype": "fp16", "weights": "int4-g128"}
+    precompile.precompile("cuda", **asked)
+    assert begun == []
+    specs = []
+    monkeypatch.setattr(cuda, "precompile", lambda spec, options: specs.append(spec))
+    precompile.precompile("cuda", **(asked | {"dtype": "auto"}))
+    opened = open_model(None, "qwen3-0.6b", torch.device("cpu"), format="int4-g128").weights.spec
+    assert specs == [opened] and opened.narrow
+
+
 def test_the_kernel_of_deep_positions_is_begun_last(begun):
     precompile.precompile("cuda", shape="qwen3-0.6b", dtype="half", max_model_len=2048)
     spec = open_model(None, "qwen3-0.6b", torch.device("cpu"), "fp16").weights.spec
@@ -268,7 +279,7 @@ GENERATE = "from kog_triton.generate import main; main(['--backend', 'reference'
         GENERATE.format("'-p', 'a', '-m', '1'"),
         GENERATE.format("'--interactive'"),
         "from kog_triton.bench.one_start import one_start\n"
-        "one_start(0, 'reference', None, None, '', 1, 'auto')",
+        "one_start(0, 'reference', None, None, '', 1, 'auto', None)",
     ],
     ids=["generate", "interactive", "bench startup"],
 )
