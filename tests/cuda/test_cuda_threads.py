@@ -6,16 +6,21 @@ The faults below have been seen red. What the lanes of one warp do among themsel
 does between its generic and its asynchronous accesses.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
 from kog_triton.backends.cuda.layout.header import STEPS
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_planting import plant
-from tests.lib.cuda_threads import ThreadWalk
+from tests.lib.cuda_threads import BOUNDED, JUDGED, RACE, ThreadWalk
 from tests.lib.cuda_walk import INCLUDE, Walk
+from tests.lib.narrow_stages import AWQ, FEW
+from tests.lib.narrow_stream import narrow_spec, random_weights
 from tests.lib.ring_walker import spec_of
 from tests.lib.slow import some_always
 
@@ -57,22 +62,49 @@ SPECS = {
         {},
     ),
 }
+# Narrow weights: 16-bit values that are unpacked, by scales of granules or of rows; bytes of one scale a fragment, the
+# same with their sums, and bytes of a scale a step.
+NARROW = {
+    name: (narrow_spec(how, **FEW), 4, {"split_least": 2})
+    for name, how in {
+        "fp8 blocks": FORMATS["fp8-block"],
+        "fp8 channels": FORMATS["fp8-channel"],
+        "int4 g128": FORMATS["int4-g128"],
+        "int4 g128, zero points": AWQ,
+        "mxfp4": FORMATS["mxfp4"],
+    }.items()
+}
+JUDGES = {"races": JUDGED, "bounds": BOUNDED}
 
 
-def walks(name, include=INCLUDE):
-    spec, blocks, changes = SPECS[name]
-    return ThreadWalk(spec, RandomWeights(spec), blocks, include=include, **changes)
+def of(kind, name, **options):
+    spec, blocks, changes = (SPECS | NARROW)[name]
+    return kind(spec, random_weights(spec), blocks, **changes, **options)
+
+
+def walks(name, include=INCLUDE, judge=JUDGED):
+    return of(ThreadWalk, name, include=include, judge=judge)
 
 
 def expected_of(name):
-    spec, blocks, changes = SPECS[name]
-    return Walk(spec, RandomWeights(spec), blocks, **changes)
+    return of(Walk, name)
 
 
 @pytest.mark.parametrize("name", some_always(SPECS, "splits", "lanes"))
 def test_concurrent_blocks_race_for_nothing(name):
     """Bit for bit what one thread computes, with single warps held back (seed 1) and without."""
-    ours, one_thread = walks(name), expected_of(name)
+    check_judged(walks(name), expected_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "judge"),
+    some_always(itertools.product(NARROW, JUDGES), ("int4 g128", "races")),
+)
+def test_blocks_of_narrow_weights_race_for_nothing_and_stay_in_bounds(name, judge):
+    check_judged(walks(name, judge=JUDGES[judge]), expected_of(name))
+
+
+def check_judged(ours, one_thread):
     assert np.array_equal(ours.forward_logits(IDS, 1), one_thread.forward_logits(IDS))
     assert (ours.verdict.code, ours.verdict.report) == (0, "")
     tokens = ours.generate(IDS[:2], 2, EVERY, seed=2)
@@ -135,6 +167,88 @@ def test_a_planted_race_is_reported(name, racing):
     request = racing.words(IDS, 2)
     racing.run(request, IDS, seed=2, limit=LIMIT + fault)
     assert racing.verdict.code != 0 and racing.verdict.places & RACES[name]
+
+
+# The same of bytes with zero points, which share a scale and its sum.
+STAGED = "  sync_staged<{}>();\n"
+NARROW_RACES = {
+    "bytes of x are multiplied before all warps have staged theirs": {"put_bytes", "put_scale"},
+    "bytes of the MLP's words are": {"put_bytes", "put_scale"},
+    "bytes of attention's words are": {"put_bytes", "put_scale"},
+    "a chunk is taken before it has come": {"take", "take_there"},
+    "scales and zero points are read behind their chunk's release": {"load", "take_there"},
+}
+NARROW_EDITS = (
+    *(
+        (header, STAGED.format(own), f"  if (!{chosen(1 + i)})" + STAGED.format(own))
+        for i, (header, own) in enumerate(
+            (
+                ("inputs.h", "Stage::kParts == kWarps"),
+                ("inputs.h", "Inputs<Stage>::kOwnSlice"),
+                ("attention.h", "In::kOwnSlice"),
+            )
+        )
+    ),
+    (
+        "narrow.h",
+        "    ring.wait_for<1>(b);\n    take_there<Stage>",
+        f"    if (!{chosen(4)}) ring.wait_for<1>(b);\n    take_there<Stage>",
+    ),
+    (
+        "narrow.h",
+        "    if constexpr (Weights::kScaleRows > 0) {\n      const u8* record = ring.weights(b)",
+        "    const u8* held = ring.weights(b);\n"
+        f"    if (mine && {chosen(5)}) ring.release(b);\n"
+        "    if constexpr (Weights::kScaleRows > 0) {\n      const u8* record = held",
+    ),
+    (
+        "narrow.h",
+        "    if (mine) ring.release(b);\n  }\n};",
+        f"    if (mine && !{chosen(5)}) ring.release(b);\n  }}\n}};",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def racing_narrow(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("racing_narrow")
+    return walks("int4 g128, zero points", plant(folder, *NARROW_EDITS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROW_RACES)
+def test_a_planted_race_of_bytes_is_reported(name, racing_narrow):
+    fault = list(NARROW_RACES).index(name) + 1
+    request = racing_narrow.words(IDS, 2)
+    racing_narrow.run(request, IDS, seed=2)
+    assert (racing_narrow.verdict.code, racing_narrow.verdict.report) == (0, "")
+    racing_narrow.run(request, IDS, seed=2, limit=LIMIT + fault)
+    assert racing_narrow.verdict.code != 0
+    assert racing_narrow.verdict.places & NARROW_RACES[name]
+
+
+# name -> the model that must see it, and what is planted in narrow.h
+BEYOND = {
+    "scales of a fragment behind the last one": (
+        "fp8 blocks",
+        "records[f].load(b, record + f * kFragmentOfAll<Weights>);",
+        "records[f + 1].load(b, record + f * kFragmentOfAll<Weights>);",
+    ),
+    "scales of rows behind the last one": (
+        "fp8 channels",
+        "sum *= of_lane[item.there ? item.row : 0];",
+        "sum *= of_lane[item.row + (b.layer == kLayers - 1 ? kBiasRows : 0)];",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_narrow_weights_read_beyond_their_bounds_is_reported(what, tmp_path):
+    name, *edit = BEYOND[what]
+    ours = walks(name, plant(tmp_path, ("narrow.h", *edit)), BOUNDED)
+    ours.run(ours.words(IDS, 2), IDS)
+    assert ours.verdict.code == RACE and ours.verdict.places, ours.verdict.report
 
 
 def test_sums_over_results_are_reported(tmp_path):

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor
-from kog_triton.checkpoint.narrow_random import nearest
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights, nearest
+from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat
 from kog_triton.schedule import wire
@@ -49,6 +50,11 @@ class NarrowWeights:
         spec = self.spec
         names = {n.format(i) for n in spec.shapes for i in range(spec.num_layers)}
         return {n: self.load(n).float().numpy() for n in names}
+
+
+def random_weights(spec):
+    """Random ones, of which those that the spec says so are narrow."""
+    return (NarrowRandomWeights if spec.narrow else RandomWeights)(spec)
 
 
 def narrow_spec(how, head=False, **sizes):
