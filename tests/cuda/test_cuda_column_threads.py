@@ -4,16 +4,22 @@ Green means what it means in test_cuda_threads.py: no access lacks an order, and
 order change no bit of what each request leaves alone.
 """
 
+import itertools
+
 import pytest
 import torch
 
+from kog_triton.backends.cuda.layout import batches
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_requests import GREEDY, alone, request, tokens_of
-from tests.lib.cuda_threads import ColumnThreadWalk
+from tests.lib.cuda_threads import BOUNDED, JUDGED, ColumnThreadWalk
 from tests.lib.cuda_walk import header
+from tests.lib.narrow_stages import AWQ, FEW_APART
+from tests.lib.narrow_stream import narrow_spec, random_weights
 from tests.lib.ring_walker import spec_of
 from tests.lib.slow import some_always
 
@@ -38,6 +44,15 @@ SPECS = {  # spec, blocks, columns
     "lanes side by side": (LANES.replace(head=Head.CONCAT), 4, 2),
     "batch behind batch": (WIDE, 2, 8),
 }
+INT4 = FORMATS["int4-g128"]
+ROOM = 4_000  # so little that of units of 12 steps of K some come from memory, for each unit anew
+NARROW = {
+    "fp8 blocks": (narrow_spec(FORMATS["fp8-block"], **FEW_APART), 4, 2),
+    "int4 g128": (narrow_spec(INT4, **FEW_APART), 4, 2),
+    "int4 g128, eight": (narrow_spec(INT4, **FEW_APART), 4, 8),
+    "int4 zero points, read": (narrow_spec(AWQ, **FEW_APART | {"intermediate_size": 6144}), 4, 2),
+}
+JUDGES = {"races": JUDGED, "bounds": BOUNDED}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +73,27 @@ def said(walk, slot, count):
 def test_columns_race_for_nothing(name):
     """With single warps held back (seed 1) and without."""
     spec, blocks, columns = SPECS[name]
-    requests = [request(i, (5, 17 + i, 60), 3, CUT if i == 1 else GREEDY) for i in range(columns)]
-    steps, cache = alone(spec, requests, blocks)
-    ours = ColumnThreadWalk(spec, RandomWeights(spec), blocks, columns)
+    check_judged(ColumnThreadWalk(spec, RandomWeights(spec), blocks, columns), blocks)
+
+
+@pytest.mark.parametrize(("name", "judge"), some_always(itertools.product(NARROW, JUDGES)))
+def test_columns_of_narrow_weights_race_for_nothing_and_stay_in_bounds(name, judge, monkeypatch):
+    spec, blocks, columns = NARROW[name]
+    if "read" in name:
+        monkeypatch.setattr(batches, "scratch_room", lambda lowering: ROOM)
+    ours = ColumnThreadWalk(spec, random_weights(spec), blocks, columns, judge=JUDGES[judge])
+    lowering = ours.layout.lowering
+    read = batches.read_steps(lowering, lowering.schedule.stage("down_proj"), columns)
+    assert (read > 0) == ("read" in name)
+    check_judged(ours, blocks)
+
+
+def check_judged(ours, blocks):
+    """What each request says and leaves alone, and no report."""
+    requests = [
+        request(i, (5, 17 + i, 60), 3, CUT if i == 1 else GREEDY) for i in range(ours.columns)
+    ]
+    steps, cache = alone(ours.spec, requests, blocks)
     for seed in (1, 2):
         ours.memory.cache.zero_()
         ours.serve(requests, seed)
@@ -70,11 +103,12 @@ def test_columns_race_for_nothing(name):
         assert torch.equal(ours.memory.cache, cache)
 
 
-def test_a_chunk_races_for_nothing():
-    spec, blocks, _ = SPECS["lanes"]
+@pytest.mark.parametrize("name", some_always(["lanes", "fp8 blocks", "int4 g128"], "lanes"))
+def test_a_chunk_races_for_nothing(name):
+    spec, blocks, _ = (SPECS | NARROW)[name]
     one = request(0, [(3 + 7 * i) % 101 for i in range(11)], 1)
     steps, cache = alone(spec, [one], blocks)
-    ours = ColumnThreadWalk(spec, RandomWeights(spec), blocks, 4, chunk=True)
+    ours = ColumnThreadWalk(spec, random_weights(spec), blocks, 4, chunk=True)
     ours.serve([one], 1)
     assert (ours.verdict.code, ours.verdict.report) == (0, "")
     assert said(ours, 0, 1) == tokens_of(steps[0])
@@ -100,12 +134,31 @@ RACES = {
 }
 
 
+# Of narrow weights: the model, header, before, after.
+NARROW_RACES = {
+    "bytes of x are taken before all warps have staged theirs": (
+        "int4 g128",
+        "columns/stream.h",
+        "  sync_staged<kOwn>();\n",
+        "",
+    ),
+    "scales are read behind their chunk's release": (
+        "fp8 blocks",
+        "narrow.h",
+        "    if constexpr (Weights::kScaleRows > 0) {\n      const u8* record = ring.weights(b)",
+        "    Ring held = ring;\n    if (mine) ring.release(b);\n    mine = false;\n"
+        "    if constexpr (Weights::kScaleRows > 0) {\n      const u8* record = held.weights(b)",
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RACES)
+@pytest.mark.parametrize("name", [*RACES, *NARROW_RACES])
 def test_a_planted_race_is_reported(name, tmp_path):
-    spec, blocks, _ = SPECS["lanes"]
-    include = plant(tmp_path, RACES[name])
-    racing = ColumnThreadWalk(spec, RandomWeights(spec), blocks, 2, include=include)
+    model, *edit = NARROW_RACES.get(name) or ("lanes", *RACES[name])
+    spec, blocks, _ = (SPECS | NARROW)[model]
+    include = plant(tmp_path, tuple(edit))
+    racing = ColumnThreadWalk(spec, random_weights(spec), blocks, 2, include=include)
     requests = [request(i, (5, 17 + i, 60), 3) for i in range(2)]
     for seed in range(1, 5):
         racing.serve(requests, seed, LIMIT)

@@ -15,10 +15,10 @@ import torch
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda import launcher
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_walk import FiberBackend
+from tests.lib.narrow_stream import random_weights
 from tests.lib.ring_walker import f16_spec
 
 GREEDY = SamplingParams(temperature=0)
@@ -43,8 +43,8 @@ def prompt_of(count, first=3):
 def make(kind, spec=None, num_slots=3, num_blocks=2, seed=0, **options):
     """A backend on the emulated GPU."""
     spec = spec or f16_spec()
-    weights, slots = RandomWeights(spec), BackendOptions(num_slots=num_slots)
-    return kind(weights, slots, num_blocks, seed, **options)
+    slots = BackendOptions(num_slots=num_slots)
+    return kind(random_weights(spec), slots, num_blocks, seed, **options)
 
 
 def request(slot, prompt, count=COUNT, params=GREEDY, **options):
