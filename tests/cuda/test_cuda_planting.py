@@ -13,6 +13,8 @@ from tests.cuda import test_cuda_column_threads as column_threads
 from tests.cuda import test_cuda_columns as columns
 from tests.cuda import test_cuda_lanes as lanes
 from tests.cuda import test_cuda_life as life
+from tests.cuda import test_cuda_threads as threads
+from tests.cuda import test_deep as deep
 from tests.lib.cuda_walk import INCLUDE
 from tests.lib.hip_walk import OWN as HIP_INCLUDE
 
@@ -22,6 +24,10 @@ EDITS = [  # header, before, after
     *(edit[:3] for faults in (requests.FAULTS, sampling.FAULTS) for edit in faults.values()),
     *chunks.FAULTS.values(),
     *column_threads.RACES.values(),
+    *(edit for _, *edit in column_threads.NARROW_RACES.values()),
+    *threads.NARROW_EDITS,
+    *(("narrow.h", *edit) for _, *edit in threads.BEYOND.values()),
+    *(edit for _, *edit in deep.NARROW_FAULTS.values()),
     *columns.FAULTS.values(),
     *(edit for _, *edit in columns.SHAPE_FAULTS.values()),
     *lanes.FAULTS.values(),

@@ -1,5 +1,6 @@
 """The kernel of one token for deep positions: keys and values come through the ring, and no bit is another."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ from kog_triton.backends.cuda import backend
 from kog_triton.backends.cuda.deep import DeepKernel, deep_layout
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType, Head
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.request_check import check_requests
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_planting import plant
@@ -23,6 +25,8 @@ from tests.lib.cuda_threads import ThreadWalk
 from tests.lib.cuda_walk import FiberBackend, Walk, compile_walk, layout_of
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.machine_code import is_local, machine_code, spec_named
+from tests.lib.narrow_stages import FEW
+from tests.lib.narrow_stream import narrow_spec, random_weights
 from tests.lib.ring_walker import f16_spec, spec_of
 from tests.lib.slow import some_always
 
@@ -71,6 +75,9 @@ WALKS = {
         20,
     ),
     "lanes": (mixed_lanes(Head.SUM_THEN_NORM), 4, {"split_least": 2}, 8),
+    # Keys and values take the slots of codes and their scales, and words that o_proj multiplies as bytes follow.
+    "fp8 blocks": (narrow_spec(FORMATS["fp8-block"], **FEW), 2, {"split_least": 2}, 20),
+    "int4 g128": (narrow_spec(FORMATS["int4-g128"], **FEW), 2, {"split_least": 2}, 20),
 }
 
 
@@ -79,11 +86,11 @@ def tokens_of(spec, count):
 
 
 @pytest.mark.parametrize(
-    "name", some_always(WALKS, "a row a split", "rounds", "slots", "KV tasks", "lanes")
+    "name", some_always(WALKS, "a row a split", "rounds", "slots", "KV tasks", "lanes", "int4 g128")
 )
 def test_deep_positions_have_the_bits_of_the_other_kernel(name):
     spec, blocks, options, count = WALKS[name]
-    weights, tokens = RandomWeights(spec), tokens_of(spec, count)
+    weights, tokens = random_weights(spec), tokens_of(spec, count)
     expected = Walk(spec, weights, blocks, **options).forward_logits(tokens)
     ours = Walk(spec, weights, blocks, deep=True, **options)
     for seed in range(3):
@@ -145,6 +152,20 @@ FAULTS = {
         "  sync_consumers();\n  leave_slots(b, ring, slots);  //",
     ),
 }
+NARROW_FAULTS = {
+    "a slot too few is left to codes": (
+        "fp8 blocks",
+        "deep.h",
+        "  leave_slots(b, ring, slots);  //",
+        "  leave_slots(b, ring, slots - 1);  //",
+    ),
+    "values that are not there are taken beside bytes": (
+        "int4 g128",
+        "deep.h",
+        "values.take(b, tile + kValuesAt, cached - at);",
+        "values.take(b, tile + kValuesAt, kTileRows);",
+    ),
+}
 
 
 def walked(walk, tokens, seed):
@@ -156,11 +177,11 @@ def walked(walk, tokens, seed):
         return np.zeros(0)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some_always(FAULTS | NARROW_FAULTS, *FAULTS))
 def test_a_planted_fault_is_seen(fault, tmp_path):
-    name, *edit = FAULTS[fault]
+    name, *edit = (FAULTS | NARROW_FAULTS)[fault]
     spec, blocks, options, count = WALKS[name]
-    weights, tokens = RandomWeights(spec), tokens_of(spec, count)
+    weights, tokens = random_weights(spec), tokens_of(spec, count)
     expected = Walk(spec, weights, blocks, **options).forward_logits(tokens)
     ours = Walk(spec, weights, blocks, deep=True, **options)
     for edits in ((POISON,), (POISON, tuple(edit))):
@@ -172,9 +193,16 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
         assert all(np.array_equal(one, expected) for one in found) == (len(edits) == 1)
 
 
-def test_concurrent_blocks_race_for_nothing():
-    spec, ids = spec_of(num_layers=2, dtype=DType.F16), [5, 17, 60, 31]
-    weights = RandomWeights(spec)
+CONCURRENT = {
+    "16 bits": spec_of(num_layers=2, dtype=DType.F16),
+    **{name: WALKS[name][0] for name in ("fp8 blocks", "int4 g128")},
+}
+
+
+@pytest.mark.parametrize("name", some_always(CONCURRENT, "16 bits"))
+def test_concurrent_blocks_race_for_nothing(name):
+    spec, ids = CONCURRENT[name], [5, 17, 60, 31]
+    weights = random_weights(spec)
     ours = ThreadWalk(spec, weights, 4, deep=True, split_least=2)
     expected = Walk(spec, weights, 4, split_least=2).forward_logits(ids)
     assert np.array_equal(ours.forward_logits(ids, 1), expected)
@@ -185,8 +213,24 @@ def test_concurrent_blocks_race_for_nothing():
     "name", some_always(("llama-3.2-1b", "qwen3-8b", "laneformer-2b"), "llama-3.2-1b")
 )
 def test_the_kernel_hardly_spills(name):
-    layout = deep_layout(layout_of(spec_named(name), max_context=4096))
-    assert len([what for _, what in machine_code(layout) if is_local(what)]) <= 48
+    assert spills(spec_named(name)) <= 48
+
+
+# Loads and stores of local memory, found 8, 27, 2 and 2.
+@pytest.mark.parametrize(
+    ("name", "how"),
+    some_always(
+        itertools.product(("llama-3.2-1b", "qwen3-8b"), ("int4-g128", "fp8-block")),
+        ("llama-3.2-1b", "int4-g128"),
+    ),
+)
+def test_the_kernel_of_narrow_weights_hardly_spills(name, how):
+    assert spills(with_format(named_shape(name), FORMATS[how])) <= 48
+
+
+def spills(spec):
+    code = machine_code(deep_layout(layout_of(spec, max_context=4096)))
+    return len([what for _, what in code if is_local(what)])
 
 
 # ---- who is served by it ----

@@ -80,7 +80,7 @@ def check_tokens(weights, num_gpus):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", [*SPECS, "qwen3-0.6b int4-g128"])
+@pytest.mark.parametrize("name", [*SPECS, "qwen3-0.6b fp8-block", "qwen3-0.6b int4-g128"])
 def test_a_request_has_the_same_tokens_as_it_gets_deep(name):
     check_tokens(weights_named(name), num_gpus=1)
 
