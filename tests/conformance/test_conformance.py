@@ -15,6 +15,7 @@ import torch
 from kog_triton.backends import STAGE_READS, BackendOptions, BackgroundCompiler
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import DType, Head
@@ -29,7 +30,7 @@ from tests.lib.conformance_backends import (
     ON_GPU,
     marks,
 )
-from tests.lib.conformance_requests import planted_in
+from tests.lib.conformance_requests import NARROW, marked_narrow, planted_in
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import spec_of
 
@@ -59,14 +60,17 @@ SPECS = {
     "lanes, concat": lanes(Head.CONCAT, hidden_size=104, num_heads=4, head_dim=16),
     "lanes, vocabulary": lanes(Head.VOCAB_PARALLEL),
 }  # fmt: skip
+# Of whole steps alone: tests/cuda/test_cuda_narrow.py and tests/gpu/test_cuda_narrow_gpu.py have their stages.
+NARROW_SPECS = {name: spec for name, (_, spec) in NARROW.items()}
 
 
 @functools.cache
 def opened(name, spec_name):
     """A backend and the reference on the same weights."""
-    spec = SPECS[spec_name]
+    spec = (SPECS | NARROW_SPECS)[spec_name]
     device = "nvidia" if name in ON_GPU else ""
-    weights = RandomWeights(spec, device="cuda" if device else "cpu")
+    kind = NarrowRandomWeights if spec.narrow else RandomWeights
+    weights = kind(spec, device="cuda" if device else "cpu")
     ours = BACKENDS[name](weights, BackendOptions(device=device))
     if isinstance(ours, BackgroundCompiler):
         ours.settle()  # so that it is always the same kernel that is judged
@@ -86,14 +90,18 @@ def backends(among=BACKENDS):
 
 
 def backends_and_models(steps=False):
-    """Every backend with every model that it does not refuse."""
+    """Every backend with every model that it does not refuse; where `steps` are, CUDA's with narrow weights too."""
+    narrow = [name for name in BACKENDS if name.startswith("cuda") and steps]
     return pytest.mark.parametrize(
         ("name", "spec_name"),
         [
-            pytest.param(name, spec_name, marks=marks(name, steps))
-            for name in BACKENDS
-            for spec_name in SPECS
-            if not refuses(name, spec_name)
+            *(
+                pytest.param(name, spec_name, marks=marks(name, steps))
+                for name in BACKENDS
+                for spec_name in SPECS
+                if not refuses(name, spec_name)
+            ),
+            *(marked_narrow(name, spec_name) for name in narrow for spec_name in NARROW_SPECS),
         ],
     )
 

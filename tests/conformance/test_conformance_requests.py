@@ -46,12 +46,23 @@ from tests.lib.conformance_requests import (
 
 NAMES = [*BACKENDS, *TOGETHER, *RANKS, TWO_GPUS]
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES])
-and_hip_always = pytest.mark.parametrize("name", [marked(name, always=(HIP,)) for name in NAMES])
+# What touches weights runs with narrow ones as well, on backends that read all of them.
+READS_NARROW = [name for name in NAMES if name.startswith("cuda")]
+on_narrow = every_backend_on("one lane", names=NAMES, narrow=READS_NARROW)
+on_narrow_and_hip_always = every_backend_on(
+    "one lane", names=NAMES, narrow=READS_NARROW, hip=(HIP,)
+)
 
 # ---- several requests ----
 
 
-@every_backend_on("one lane", "lanes", names=NAMES)
+@every_backend_on(
+    "one lane",
+    "lanes",
+    names=NAMES,
+    narrow=READS_NARROW,
+    always=(("cuda on a CPU, together", "int4 g128"),),
+)
 def test_requests_at_once_say_what_each_says_alone(name, model):
     """Prompts, lengths and rules unlike; two share their beginning."""
     backend, sizes = opened(name, model), sizes_of(name)
@@ -64,9 +75,9 @@ def test_requests_at_once_say_what_each_says_alone(name, model):
     assert served(backend, *requests) == expected
 
 
-@and_hip_always
-def test_a_request_that_joins_others_says_what_it_says_alone(name):
-    backend, count = opened(name), sizes_of(name).count
+@on_narrow_and_hip_always
+def test_a_request_that_joins_others_says_what_it_says_alone(name, model):
+    backend, count = opened(name, model), sizes_of(name).count
     mailbox = Mailbox()
     late = request(1, (9, 31), RULED, count)
 
@@ -81,10 +92,10 @@ def test_a_request_that_joins_others_says_what_it_says_alone(name):
     assert said(mailbox, 1) == alone(backend, late)
 
 
-@and_hip_always
-def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted(name):
+@on_narrow_and_hip_always
+def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted(name, model):
     """In the answer where a mask's function asks for it: the kernel waits for that, however busy the host is."""
-    backend, sizes = opened(name), sizes_of(name)
+    backend, sizes = opened(name, model), sizes_of(name)
     prompt = long_prompt(name, 3)
     mailbox, places, yields = Mailbox(), [], [1]  # tokens behind which the answer yields
 
@@ -118,11 +129,11 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
     assert len({place for place in places if place > len(prompt)}) > 1
 
 
-@every_backend
+@on_narrow
 @pytest.mark.parametrize("where", ["prompt", "answer"])
-def test_a_cancel_frees_the_slot_for_another(name, where):
+def test_a_cancel_frees_the_slot_for_another(name, model, where):
     """While a third request goes on."""
-    backend, sizes = opened(name), sizes_of(name)
+    backend, sizes = opened(name, model), sizes_of(name)
     mailbox, steps = Mailbox(), []
     after = request(0, (31, 2, 8), RULED, sizes.count)
 
@@ -153,11 +164,11 @@ def test_a_cancel_frees_the_slot_for_another(name, where):
     assert said(mailbox, 1) == alone(backend, beside)
 
 
-@every_backend
+@on_narrow
 @pytest.mark.parametrize("word", ["cancel", "yield_now", "close"])
-def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypatch):
+def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, model, word, monkeypatch):
     """By all requests; what was told by then is not told again."""
-    backend, sizes = opened(name), sizes_of(name)
+    backend, sizes = opened(name, model), sizes_of(name)
     asked = request(0, long_prompt(name), GREEDY, sizes.count, prompt_logprobs=2)
     beside = request(1, (9,), GREEDY, sizes.count)
     whole, answer = scored(backend, asked)
@@ -196,7 +207,7 @@ def test_a_word_is_heard_between_pieces_of_a_scored_prompt(name, word, monkeypat
 # ---- ends ----
 
 
-@every_backend_on("one lane", "lanes", names=NAMES)
+@every_backend_on("one lane", "lanes", names=NAMES, narrow=READS_NARROW)
 def test_a_stop_id_or_the_limit_ends_a_request(name, model):
     backend, count = opened(name, model), sizes_of(name).count
     whole = alone(backend, request(0, SHORT, GREEDY, count))
@@ -212,9 +223,9 @@ def test_a_stop_id_or_the_limit_ends_a_request(name, model):
         assert stopped == [*whole[:at], whole[at]._replace(finish="stop", held=len(SHORT) + at)]
 
 
-@every_backend
-def test_an_answer_may_fill_the_context_and_nothing_goes_beyond(name):
-    backend, context = opened(name), sizes_of(name).context
+@on_narrow
+def test_an_answer_may_fill_the_context_and_nothing_goes_beyond(name, model):
+    backend, context = opened(name, model), sizes_of(name).context
     r = request(0, SHORT, GREEDY, context - len(SHORT))
     steps = alone(backend, r)
     assert len(steps) == r.max_tokens and steps[-1].finish == "length"
@@ -224,9 +235,9 @@ def test_an_answer_may_fill_the_context_and_nothing_goes_beyond(name):
         backend.forward_logits([*tokens, 1])
 
 
-@and_hip_always
-def test_a_request_goes_on_from_what_its_slot_holds(name):
-    backend = opened(name)
+@on_narrow_and_hip_always
+def test_a_request_goes_on_from_what_its_slot_holds(name, model):
+    backend = opened(name, model)
     first = served(backend, request(1, SHORT[:2], WARM, 2))[0]
     grown = [*SHORT[:2], *(step.token for step in first)]
     again = request(1, grown, RULED, 3, cached=len(grown) - 1)
@@ -368,19 +379,25 @@ def test_where_nothing_is_allowed_the_request_says_so(name):
 FAULTS = {
     "every request in one slot's cache": (
         "cursor.h", "small->slot = cursor.slot", "small->slot = 0",
-        test_a_request_that_joins_others_says_what_it_says_alone,
+        partial(test_a_request_that_joins_others_says_what_it_says_alone, model="one lane"),
     ),
     "a token that is not kept": (
         "cursor.h", "states[2 * cursor.slot + 1] = cursor.token", "states[0] += 0",
-        test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted,
+        partial(
+            test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted,
+            model="one lane",
+        ),
     ),
     "a host that is not heard": (
         "outcome.h", "static_cast<int>(b.small->control)", "static_cast<int>(kRunning)",
-        test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted,
+        partial(
+            test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrupted,
+            model="one lane",
+        ),
     ),
     "a cancel that is not heard": (
         "outcome.h", "static_cast<int>(b.small->control)", "static_cast<int>(kRunning)",
-        partial(test_a_cancel_frees_the_slot_for_another, where="answer"),
+        partial(test_a_cancel_frees_the_slot_for_another, model="one lane", where="answer"),
     ),
     "stop ids beyond those of a warp": (
         "cursor.h", "u32 i = thread + kWarpThreads; i < count", "u32 i = count; i < count",

@@ -21,9 +21,11 @@ from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
+from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType, Head
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from tests.lib.conformance_backends import (
     BACKENDS,
@@ -41,6 +43,7 @@ from tests.lib.cuda_walk import ColumnBackend, FiberBackend
 from tests.lib.hip_walk import OWN as HIP_INCLUDE
 from tests.lib.hip_walk import HipColumnBackend, HipFiberBackend, HipFiberKernel
 from tests.lib.lowering_cases import mixed_lanes
+from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
 
 # Log-probabilities of kernels that round otherwise: words of 16 bits fall to another neighbour. Measured: 2.0e-3.
@@ -93,7 +96,14 @@ LANES = mixed_lanes(
     Head.VOCAB_PARALLEL, num_layers=3, hidden_size=48, intermediate_size=96, vocab_size=104,
     reduce_attention=(OWN, NOW, DELAYED), reduce_mlp=(NOW, OWN, DELAYED), max_context=512,
 )  # fmt: skip
-MODELS = {
+# Groups of 128 that two ranks divide.
+WHOLE_GROUPS = {"dtype": DType.F16, "num_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 8,
+                "num_kv_heads": 4, "head_dim": 32, "windows": (4, 0), "max_context": 512}  # fmt: skip
+NARROW = {
+    "fp8 blocks": (NarrowRandomWeights, narrow_spec(FORMATS["fp8-block"], **WHOLE_GROUPS)),
+    "int4 g128": (NarrowRandomWeights, narrow_spec(FORMATS["int4-g128"], **WHOLE_GROUPS)),
+}
+MODELS = NARROW | {
     "one lane": (RandomWeights, ONE_LANE),
     "lanes": (RandomWeights, LANES),
     "void": (VoidWeights, ONE_LANE),
@@ -179,12 +189,25 @@ def marked(name, *values, always=()):
     return pytest.param(name, *values, marks=marks(name, always=always))
 
 
+def marked_narrow(name, model, *values, always=()):
+    """Of a model of NARROW: slow where it runs on a CPU, but for (name, model) that `always` has."""
+    (mark,) = marks(name) or (pytest.mark.slow,)
+    return pytest.param(name, model, *values, marks=() if (name, model) in always else mark)
+
+
 every_backend = pytest.mark.parametrize("name", [marked(name) for name in BACKENDS])
 
 
-def every_backend_on(*models, names=tuple(BACKENDS)):
+def every_backend_on(*models, names=tuple(BACKENDS), narrow=(), hip=(), always=()):
+    """narrow  names of backends that also run NARROW; `always` has which of those always do
+    hip     names of HIP's that always run
+    """
     return pytest.mark.parametrize(
-        ("name", "model"), [marked(name, model) for name in names for model in models]
+        ("name", "model"),
+        [
+            *(marked(name, model, always=hip) for name in names for model in models),
+            *(marked_narrow(name, model, always=always) for name in narrow for model in NARROW),
+        ],
     )
 
 
