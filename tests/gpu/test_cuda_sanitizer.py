@@ -1,7 +1,8 @@
 """compute-sanitizer finds nothing in the CUDA kernels, and does find what is planted there.
 
 Every kind of kernel is watched: of one token, of several columns, of chunks of a prompt, of lanes, with joins
-of many splits, the one that takes stamps, and those that unpack narrow weights (sanitized_child.py).
+of many splits, the one that takes stamps, and those that read narrow weights: for one token, for several columns and
+chunks, in products of prompts, and to unpack them (sanitized_child.py).
 """
 
 import functools
@@ -36,7 +37,11 @@ WATCHED = [*((tool, case) for tool in TOOLS if tool != "initcheck" for case in C
 PLANTED = [*((tool, "one-token", tool) for tool in TOOLS), ("memcheck", "lanes", "memcheck"),
            *((tool, "unpack", f"unpack {tool}") for tool in ("memcheck", "initcheck")),
            ("racecheck", "columns", "racecheck"),
-           *(("racecheck", case, "early release") for case in ("one-token", "columns"))]  # fmt: skip
+           *((tool, case, f"{case} {tool}")
+             for case in ("narrow", "narrow prompt") for tool in ("memcheck", "racecheck")),
+           ("memcheck", "narrow columns", "narrow memcheck"),
+           *(("racecheck", case, "early release")
+             for case in ("one-token", "columns", "narrow", "narrow columns"))]  # fmt: skip
 
 
 def find_sanitizer() -> str:

@@ -1,10 +1,13 @@
 """A process to run under compute-sanitizer: a tiny model on kernels of one kind; prints what came of it.
 Half of the kinds are in float16, half in bfloat16.
 
-argv: a case of CASES, edits of EDITS joined by "+" or "none", and a folder for planted headers and the kernels.
+argv: a case of CASES, edits of EDITS joined by "+" or "none", and a folder for planted sources and the kernels.
 """
 
+import functools
 import hashlib
+import itertools
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,20 +23,24 @@ from kog_triton.backends.cuda.gpus import open_gpus
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
+from kog_triton.backends.cuda.layout.prompt import ProductKernel, render_product, takes
 from kog_triton.backends.cuda.layout.unpack import render_unpack
-from kog_triton.backends.cuda.memory import allocate
+from kog_triton.backends.cuda.memory import HALF, allocate
+from kog_triton.backends.cuda.products import ArenaProducts
 from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.mailbox import Failure, Mailbox, Request
-from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, ModelSpec
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.schedule import build
 from tests.lib.cuda_planting import plant
 from tests.lib.lowering_cases import ArrayWeights, lanes
-from tests.lib.narrow_stages import CASES as NARROW
-from tests.lib.narrow_stream import NarrowWeights, narrow_spec
+from tests.lib.narrow_stages import CASES as UNPACKED
+from tests.lib.narrow_stages import FEW, FEW_APART
+from tests.lib.narrow_stream import NarrowWeights, narrow_spec, random_weights
+from tests.lib.product_cases import dealt
 from tests.lib.ring_walker import spec_of
 
 PATIENCE = 200  # instrumented code is that much slower, or a little less
@@ -49,6 +56,11 @@ RELEASE = "    if (mine) ring.release(b);\n"
 UNPACKS = "int warp = thread / 32, lane = thread % 32;\n"
 STORES = "*reinterpret_cast<ThreadWords*>(to + step * kWarps * kFragmentBytes) = wide_words("
 ONE_ARRIVES = "if (b.in_warp == 0) barrier_arrive(&b.empty[slot]);\n"
+BAD_STORE = "*(volatile u32*)(1ull << 46) = 1;\n"
+SCALES = "    if constexpr (Weights::kScaleRows > 0) {\n      const u8* record = ring.weights(b)"
+BESIDE = "  beside.scale = row_scale;\n"
+RELEASE_STAGE = "KOG_DEVICE void release(int index) {"
+STAGE_CAME = "    if (half == 0) wait_barrier(shared.full + stage.index, stage.phase);\n"
 EDITS = {
     "memcheck": (
         ("block.h", IN_WARP, IN_WARP + "if (thread == 0) *(volatile u32*)(1ull << 46) = 1;\n"),
@@ -69,6 +81,20 @@ EDITS = {
     "all arrive": (
         ("ring.h", ONE_ARRIVES, "barrier_arrive(&b.empty[slot]);\n"),
         ("ring.h", "barrier_init(&b.empty[i], kWarps);", "barrier_init(&b.empty[i], 32 * kWarps);"),
+        ("prompt.cu", "if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + index);",
+         "barrier_arrive(shared.empty + index);"),
+        ("prompt.cu", "barrier_init(shared.empty + i, kGroups);", "barrier_init(shared.empty + i, 128 * kGroups);"),
+    ),
+    # Where scales of narrow weights are read; and bytes that are multiplied before all warps have staged theirs.
+    "narrow memcheck": (("narrow.h", SCALES, "    if (b.thread == 0) " + BAD_STORE + SCALES),),
+    "narrow racecheck": (("inputs.h", "  sync_staged<Stage::kParts == kWarps>();\n", ""),),
+    # The same in products of prompts, whose stages of weights and scales are given back before they are read.
+    "narrow prompt memcheck": (
+        ("prompt/pieces.h", BESIDE, BESIDE + "  if (threadIdx.x == 0) " + BAD_STORE),
+    ),
+    "narrow prompt racecheck": (
+        ("prompt.cu", RELEASE_STAGE, RELEASE_STAGE + "}\n  KOG_DEVICE void release_early(int index) {"),
+        ("prompt.cu", STAGE_CAME, STAGE_CAME + "    if (half == 0) release_early(stage.index);\n"),
     ),
     # The kernel that unpacks has no Block: it stores where nothing is, or leaves out a thread's values.
     "unpack memcheck": (
@@ -85,6 +111,7 @@ ALL_RULES = SamplingParams(
 )
 PLAIN, LANES = spec_of(dtype=DType.F16), lanes(2, dtype=DType.F16)
 PLAIN_BF16 = spec_of(dtype=DType.BF16)
+NARROW = {name: FORMATS[name] for name in ("fp8-block", "int4-g128")}
 PROMPT, LONG = (5, 17, 60), tuple((3 + 7 * i) % 100 for i in range(19))
 
 
@@ -108,7 +135,7 @@ def opened(
     """Prompts in chunks of so many positions, a token at a time if 0; these kernels of columns."""
     kind = type("Sized", (Watched,), {"chunk_positions": chunk, "column_counts": columns})
     options = BackendOptions(device="nvidia", prefill="kernel", num_slots=max(columns, default=1))
-    backend = kind(RandomWeights(spec), options, num_blocks)
+    backend = kind(random_weights(spec), options, num_blocks)
     backend.wait_ns *= PATIENCE
     backend.settle()
     assert (backend.chunks.kernel is not None) == bool(chunk)
@@ -194,7 +221,7 @@ def unpack(fault: str) -> None:
     (device,), gpu = open_gpus(1)
     for name in ("int4 g128", "int4 g128, zero points", "int4 g32, minimums (Q4_1)", "mxfp4", "fp8 blocks",
                  "fp8 channels", "int8 channels"):  # fmt: skip
-        how, sizes = NARROW[name]
+        how, sizes = UNPACKED[name]
         spec = narrow_spec(how, **sizes)
         lowering = lower(build(spec), gpu, 4)
         memory = allocate(lay_out(lowering, 64), NarrowWeights(spec, ArrayWeights(spec)), 1, device)
@@ -218,6 +245,70 @@ def unpack(fault: str) -> None:
         print(name, sums, flush=True)
 
 
+def narrow(fault: str) -> None:
+    """A token at a time: FP8 in blocks, whose codes are unpacked, and int4, which meets bytes."""
+    for name, how in NARROW.items():
+        print(name, flush=True)
+        ask(opened(narrow_spec(how, **FEW | {"num_layers": 1}), 4), PROMPT)
+
+
+def narrow_columns(fault: str) -> None:
+    """Two requests together, and eight of int4, and a prompt in chunks. Warps that shared a part of K would all put the
+    same scales."""
+    for (name, how), count, chunk in zip(NARROW.items(), (2, 8), (8, 0), strict=True):
+        print(name, flush=True)
+        backend = opened(narrow_spec(how, **FEW_APART), 4, chunk=chunk, columns=(count,))
+        ask(backend, *(LONG[i : i + 1 + i % 2] for i in range(count)), count=2)
+        assert backend.columns.kernels
+        if chunk:
+            ask(backend, LONG[: chunk + 2], count=1)
+
+
+class Compiled:
+    """A kernel of products, compiled once it is launched."""
+
+    def __init__(self, compile: Callable[[], Kernel]) -> None:
+        self.queued = lambda *launch: compile().queued(*launch)
+
+
+def narrow_prompt(fault: str) -> None:
+    """Products of prompts of 16 and of 40 tokens with narrow weights, by tiles of two sizes: one block's, whose ring
+    wraps, and those that all blocks share and join."""
+    (device,), gpu = open_gpus(1)
+    as_it_is = set(fault.split("+")) <= {"none", "all arrive"}
+    for name, how in NARROW.items():
+        spec = narrow_spec(how, **FEW_APART)
+        lowering, weights = lower(build(spec), gpu, 4), random_weights(spec)
+        memory = allocate(lay_out(lowering, 64), weights, 1, device)
+
+        def load(
+            kernel: ProductKernel, entry: str, shared: int, spec: ModelSpec = spec
+        ) -> Compiled:
+            def compile() -> Kernel:
+                text = render_product(kernel, spec.dtype)
+                return Kernel(
+                    left(compile_cubin(text, "prompt.cu", gpu.arch)), entry, shared, device
+                )
+
+            return Compiled(functools.cache(compile))
+
+        products = ArenaProducts(lowering, memory.weights, HALF[spec.dtype], load, memory.biases)
+        all_blocks = products._most
+        for stage_name in ("o_proj", "down_proj"):
+            stage = lowering.schedule.stage(stage_name)
+            assert takes(lowering, stage)
+            w = dealt(weights, stage, 0).to(HALF[spec.dtype]).double()
+            for tokens, blocks in itertools.product((16, 40), (all_blocks, 1)):
+                torch.manual_seed(tokens)
+                x = torch.randn(1, tokens, stage.cols).to(HALF[spec.dtype])
+                products._most = blocks
+                products._ready.clear()
+                got = products.product(0, stage_name, x.to(device), None).cpu().double()
+                off = float((got - x.double() @ w.mT).norm() / got.norm())
+                assert off < 4e-3 or not as_it_is, (name, stage_name, tokens, off)
+                print(name, stage_name, tokens, float(got.sum()), flush=True)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "one-token": one_token,
     "columns": several_columns,
@@ -226,13 +317,33 @@ CASES: dict[str, Callable[[str], None]] = {
     "joins": joins,
     "profile": profile,
     "unpack": unpack,
+    "narrow": narrow,
+    "narrow columns": narrow_columns,
+    "narrow prompt": narrow_prompt,
 }
+
+
+def plant_all(folder: Path, edits: Sequence[tuple[str, str, str]]) -> None:
+    """Edits of headers and of sources: what is compiled from here on has them."""
+    toolchain.INCLUDE = plant(folder, *(edit for edit in edits if edit[0].endswith(".h")))
+    sources = folder / "sources"
+    sources.mkdir()
+    for path in toolchain.FOLDER.glob("*.cu"):
+        shutil.copy(path, sources)
+    for source, before, after in edits:
+        if source.endswith(".cu"):
+            text = (sources / source).read_text()
+            assert text.count(before) == 1, (
+                f"{source}: {before!r} stands there {text.count(before)}x"
+            )
+            (sources / source).write_text(text.replace(before, after))
+    toolchain.FOLDER = sources
 
 
 def main(case: str, fault: str, folder: str) -> None:
     edits = [edit for name in fault.split("+") for edit in EDITS.get(name, ())]
     if edits:
-        toolchain.INCLUDE = plant(Path(folder), *edits)
+        plant_all(Path(folder), edits)
     watchdog.SILENCE_S *= PATIENCE
     CASES[case](fault)
     torch.cuda.synchronize()  # racecheck tells of races once the host waits so; the end of the process loses them
