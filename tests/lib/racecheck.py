@@ -61,8 +61,10 @@ def functions_in(cubin: Path, disassembler: str) -> dict[tuple[str, int], str]:
 
 
 def function_around(place: str) -> str:
-    """The name of the function that "header:line" lies in."""
+    """The name of the function that "header:line" lies in; of the text that was compiled, which is no file, its own."""
     path, line = place.rsplit(":", 1)
+    if not Path(path).exists():
+        return Path(path).name
     for text in reversed(Path(path).read_text().splitlines()[: int(line)]):
         if named := re.search(r"KOG_DEVICE\b[^(=]*?(\w+)\(", text):
             return named[1]
