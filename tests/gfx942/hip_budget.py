@@ -4,7 +4,8 @@ measurement on AMD hardware.
     python -m tests.gfx942.hip_budget [MODEL ..] [--keep | --blocks N --position N]
 
 A model of full width and few layers walks one token in the executor (tests/lib/gfx942/full_width.py): minutes. --keep
-writes what was counted to hip_budget.json, which --kept prints and the tests read.
+counts the first token and one behind DEEP others, and writes that to hip_budget.json, which --kept prints and the tests
+read.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from tests.gfx942.budget import BANDWIDTH, CLOCK, CYCLES
 KEPT = Path(__file__).parent / "hip_budget.json"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "laneformer-2b")
 LATENCY = 2.0  # us
-MOST_SLOTS = 0.6  # of those that a SIMD has while the memory brings the weights
+DEEP = 4000  # tokens before one
+MOST_SLOTS = 0.6  # of those that a SIMD has while the memory brings the weights, or keys and values
+SLOTS = CLOCK * 1e-6 / CYCLES  # of a SIMD in a us
 COVER = 1.5  # times what the memory could bring in LATENCY
 COVER_LEFT = 1.2  # times that, when a look for words is answered
 Row = dict[str, Any]
@@ -45,12 +48,16 @@ def counted(name: str, num_blocks: int = 0, position: int = 0) -> Row:
     }
     facts = {"object": one.object, "blocks": one.lowering.num_blocks, "layers": one.layers}
     facts["of"] = one.spec.num_layers
-    return facts | {"vgprs": one.vgprs, "spilled": one.spilled, "stages": stages}
+    facts |= {"vgprs": one.vgprs, "spilled": one.spilled, "stages": stages}
+    depth = {"position": position, "cache": round(one.cache), "walk": round(one.walk)}
+    depth["layer"] = sum(facts["stages"][stage]["slots"] for stage in of_layer(facts))
+    return facts | {"depths": [depth]}
 
 
 def kept() -> dict[str, Row]:
     """By model: the layers that ran, of how many; by stage bytes of weights of a block and run, slots of a SIMD, bytes
-    that a block has on their way at its waits, at most, and at least when a look is answered."""
+    that a block has on their way at its waits, at most, and at least when a look is answered. "depths": behind so many
+    tokens bytes of keys and values of a block and layer, slots of the walk of them, and of the layer."""
     made: dict[str, Row] = json.loads(KEPT.read_text())
     return made
 
@@ -61,15 +68,28 @@ def stage_us(row: Row, stage: str) -> float:
     return us
 
 
+def cache_us(row: Row, depth: Row) -> float:
+    """That the memory takes for a layer's keys and values of all blocks."""
+    us: float = depth["cache"] * row["blocks"] / BANDWIDTH * 1e6
+    return us
+
+
 def share_of_slots(row: Row, stage: str) -> float:
-    """Of those that pass meanwhile; of a layer as a whole, "layer"."""
-    per_us = CLOCK * 1e-6 / CYCLES
-    if stage != "layer":
-        share: float = row["stages"][stage]["slots"] / (stage_us(row, stage) * per_us)
-        return share
-    names = of_layer(row)
-    used = sum(row["stages"][n]["slots"] for n in names)
-    share = used / (sum(stage_us(row, n) for n in names) * per_us)
+    """Of those that pass meanwhile."""
+    share: float = row["stages"][stage]["slots"] / (stage_us(row, stage) * SLOTS)
+    return share
+
+
+def share_of_walk(row: Row, depth: Row) -> float:
+    """Of those that pass while a layer's keys and values come, the walk of them."""
+    share: float = depth["walk"] / (cache_us(row, depth) * SLOTS)
+    return share
+
+
+def share_of_layer(row: Row, depth: Row) -> float:
+    """Of those that pass while a layer's weights, keys and values come, the layer."""
+    us = sum(stage_us(row, name) for name in of_layer(row)) + cache_us(row, depth)
+    share: float = depth["layer"] / (us * SLOTS)
     return share
 
 
@@ -97,8 +117,12 @@ def exceeded(row: Row) -> Iterator[str]:
     for name, one in row["stages"].items():
         if one["left"] is not None and one["left"] < COVER_LEFT * needed(row):
             yield f"{name}: {one['left']:,} bytes left on their way when a look is answered"
-    if share_of_slots(row, "layer") > MOST_SLOTS:
-        yield f"a layer: {share_of_slots(row, 'layer'):.0%} of the issue slots"
+    for depth in row["depths"]:
+        behind, walk = f"behind {depth['position']:,} tokens", share_of_walk(row, depth)
+        if depth["position"] >= DEEP and walk > MOST_SLOTS:
+            yield f"the walk of keys and values {behind}: {walk:.0%} of the issue slots"
+        if share_of_layer(row, depth) > MOST_SLOTS:
+            yield f"a layer {behind}: {share_of_layer(row, depth):.0%} of the issue slots"
 
 
 def lines(name: str, row: Row) -> Iterator[str]:
@@ -118,9 +142,12 @@ def lines(name: str, row: Row) -> Iterator[str]:
         if one["left"] is not None:
             cells += f"{one['left'] / needed(row):>7.1f}"
         yield cells
-    yield (
-        f"  a layer        {share_of_slots(row, 'layer'):.0%} of the issue slots while its weights come"
-    )
+    for depth in row["depths"]:
+        said = f"a layer behind {depth['position']:,} tokens: {share_of_layer(row, depth):.0%} of the issue slots"
+        if depth["position"] >= DEEP:
+            us, share = cache_us(row, depth), share_of_walk(row, depth)
+            said += f", the walk of keys and values {share:.0%} of those of its {us:.2f} us"
+        yield f"  {said}"
     yield f"  beyond         {'; '.join(exceeded(row)) or 'nothing'}"
 
 
@@ -137,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--position", type=int, default=0, help="of the token, below 4096")
     args = parser.parse_args(argv)
     if (args.keep or args.kept) and (args.blocks or args.position):
-        parser.error("what is kept has the usual blocks, and the first token")
+        parser.error(
+            f"what is kept has the usual blocks, the first token and the one behind {DEEP:,}"
+        )
     from tests.lib.gfx942.full_width import CONTEXT
 
     if not 0 <= args.position < CONTEXT:
@@ -151,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = {}
     for name in args.models or MODELS:
         rows[name] = kept()[name] if args.kept else counted(name, args.blocks, args.position)
+        if args.keep:
+            rows[name]["depths"] += counted(name, position=DEEP)["depths"]
         print("\n".join(lines(name, rows[name])), flush=True)
         if args.keep:
             old = kept() if KEPT.exists() else {}

@@ -3,10 +3,10 @@
     python -m tests.gfx942.mutant_record FOUND.json ...
 
 takes the records of `tests.lib.gfx942.hip_mutants`, one a case, each of a whole case: in one call those of a case and
-of all others that catch what lives in it. Of other cases what was written down before stays. mutants.json says of every
-case its object, how many mutants can differ, how many were caught, by how many runs at least each of the others was
-tried, and how many of those live for which reason (`REASONS`) or are caught in another case. One that lives for none is
-a failure.
+of all others that catch what lives in it. Of other cases what was written down before stays. mutants.json.xz says of
+every case its object, how many mutants can differ, how many were caught, by how many runs at least each of the others
+was tried, and how many of those live for which reason (`REASONS`) or are caught in another case. One that lives for
+none is a failure.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kog_triton.json_file import in_lines
+from tests.lib import kept_rows
 from tests.lib.gfx942.hip_mutants import REQUESTS, Record, explained, idle, place, tried
 
-KEPT = Path(__file__).parent / "mutants.json"
+KEPT = Path(__file__).parent / "mutants.json.xz"
 LEAST_RUNS = 8  # of a mutant that lives
 # Of a wait: what a walk over all ways through the code says (waits.py). Of all: ARGUED and ARGUED_OF.
 REASONS = ("other ways need it", "no way needs it", "argued")
@@ -85,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gfx942.mutant_record")
     parser.add_argument("found", nargs="+", type=Path, help="records of hip_mutants, a case each")
     records = [of_case(path) for path in parser.parse_args(argv).found]
-    rows = {one["case"]: one for one in json.loads(KEPT.read_text())} if KEPT.exists() else {}
+    rows = {one["case"]: one for one in kept_rows.read(KEPT)} if KEPT.exists() else {}
     for one in records:
         rows[one.case] = row(one, [other for other in records if other is not one])
     kept = [rows[case] for case in REQUESTS if case in rows]
-    KEPT.write_text(in_lines(kept, 2) + "\n")
+    kept_rows.write(KEPT, kept)
     for failure in failures(kept):
         print("WRONG", failure)
     return 1 if failures(kept) else 0

@@ -2,22 +2,21 @@
 
     TRITON_INTERPRET=1 python -m tests.gfx942.record [--seeds 16] [--litmus 1000] [--only accesses]
 
-record.json says of the Triton and the HIP kernel's objects (these are clang-19's) and of the litmus kernels: SHA-256,
-compiler, seeds, and what went wrong: nothing, or this command fails. Of the objects of full size, which are not run,
-what each access touches.
+record.json.xz says of the Triton and the HIP kernel's objects (these are clang-19's) and of the litmus kernels:
+SHA-256, compiler, seeds, and what went wrong: nothing, or this command fails. Of the objects of full size, which are
+not run, what each access touches.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kog_triton.json_file import in_lines
 from tests.gfx942 import budget
-from tests.lib.gfx942 import differential, hip_column_requests, hip_ranks, hip_requests
+from tests.lib import kept_rows
+from tests.lib.gfx942 import differential, hip_column_requests, hip_lives, hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
 from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.hip_columns import HipColumns
@@ -29,7 +28,7 @@ from tests.lib.gfx942.scopes import accesses_of, counted, wrong
 from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
 
-RECORD = Path(__file__).parent / "record.json"
+RECORD = Path(__file__).parent / "record.json.xz"
 PARTS = ("arithmetic", "requests", "hip", "columns", "ranks", "litmus", "accesses")
 Row = dict[str, Any]
 
@@ -79,7 +78,14 @@ def requests(seeds: int) -> list[Row]:
 def hip(seeds: int) -> list[Row]:
     """Whole requests of the HIP kernel against the reference."""
     asked = hip_requests.asked()
-    return [hip_row(case, name, one, tokens(), seeds) for case, name, one, tokens in asked]
+    rows = [hip_row(case, name, one, tokens(), seeds) for case, name, one, tokens in asked]
+    for name, well in hip_lives.LIVES.items():
+        wrong = [seed for seed in range(seeds) if not well(conditions(seed).memory, seed)]
+        print("hip", hip_lives.CASE, name, "wrong:", wrong, flush=True)
+        one = hip_requests.walk(hip_lives.CASE).kernel.code_object.sha256
+        row = {"case": hip_lives.CASE, "request": name, "object": one}
+        rows.append(row | {"seeds": seeds, "wrong": wrong})
+    return rows
 
 
 def ranks(seeds: int) -> list[Row]:
@@ -206,13 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "litmus": lambda: litmus(args.litmus),
         "accesses": walked,
     }
-    record: dict[str, Any] = json.loads(RECORD.read_text()) if args.only else {}
+    record: dict[str, Any] = kept_rows.read(RECORD) if args.only else {}
     record |= {
         "what": "executed on a CPU, instruction by instruction, in plain and adversarial memory; not on AMD hardware",
         "tinygrad": version("tinygrad"),
     }
     record |= {part: run() for part, run in runs.items() if args.only in (None, part)}
-    RECORD.write_text(in_lines(record, 2) + "\n")
+    kept_rows.write(RECORD, record)
     for failure in failures(record):
         print("WRONG", failure)
     return 1 if failures(record) else 0

@@ -8,11 +8,13 @@ from tests.gfx942 import hip_budget
 from tests.gfx942.hip_budget import (
     COVER,
     COVER_LEFT,
+    DEEP,
     exceeded,
     kept,
     matrices,
     needed,
     share_of_slots,
+    share_of_walk,
 )
 from tests.lib.gfx942.full_width import object_of
 
@@ -25,6 +27,11 @@ def test_every_stage_has_enough_in_flight_and_slots_to_spare(name, capsys):
     assert sorted(matrices(row)) == sorted(STAGES)
     assert row["spilled"] == 0 and row["layers"] < row["of"]
     assert all(row["stages"][stage]["left"] for stage in ("attention", "o_proj", "down_proj"))
+    first, deep = row["depths"]
+    assert (first["position"], deep["position"]) == (0, DEEP) and deep["cache"] > 1000 * first[
+        "cache"
+    ]
+    assert share_of_walk(row, deep) > 0.2 and first["layer"] < deep["layer"]
     assert [*exceeded(row)] == []
     assert hip_budget.main([name, "--kept"]) == 0
     said = capsys.readouterr().out
@@ -49,5 +56,11 @@ def test_too_little_is_seen():
     assert any(one.startswith("gate_up_proj: ") for one in exceeded(row))
     row["stages"]["o_proj"]["left"] = int(COVER_LEFT * needed(row)) - 1
     assert any(one.startswith("o_proj: 39,374 bytes left") for one in exceeded(row))
-    row["stages"]["attention"]["slots"] *= 50
-    assert any(one.startswith("a layer: ") and one.endswith("slots") for one in exceeded(row))
+    row = copy.deepcopy(kept()["llama-3.2-1b"])
+    for depth in row["depths"]:
+        depth["walk"], depth["layer"] = 2 * depth["walk"], 3 * depth["layer"]
+    assert [one.partition(":")[0] for one in exceeded(row)] == [
+        "a layer behind 0 tokens",
+        "the walk of keys and values behind 4,000 tokens",
+        "a layer behind 4,000 tokens",
+    ]

@@ -25,6 +25,7 @@ from tests.lib.hip_walk import HipColumnBackend, HipColumnThreadWalk, HipFiberBa
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.narrow_stages import error_of
 from tests.lib.ring_walker import f16_spec
+from tests.lib.slow import some_always
 
 slow = pytest.mark.slow
 UNLIMITED_NS = 1 << 40
@@ -33,7 +34,8 @@ JUDGES = {"races": JUDGED, "bounds": BOUNDED}
 
 def opened(kind, spec, num_blocks, num_slots=1, seed=0, **options):
     of = {key: options.pop(key) for key in ("wave", "chunk_positions") if key in options}
-    given = BackendOptions(max_context=64, num_slots=num_slots, num_gpus=options.pop("gpus", 1))
+    context, gpus = options.pop("context", 64), options.pop("gpus", 1)
+    given = BackendOptions(num_slots, context, num_gpus=gpus)
     return type("Opened", (kind,), of)(ArrayWeights(spec), given, num_blocks, seed, **options)
 
 
@@ -122,6 +124,26 @@ def test_attention_of_so_many_heads_that_a_thread_stages_eight_values(monkeypatc
     state = stage_inputs(spec, "attention", 0, 2, 20)
     want, got = (b.run_stage("attention", 0, state)["attention"] for b in (reference, backend))
     assert error_of(got, want) < 1e-3  # splits are rounded, and what they are joined to
+
+
+@pytest.mark.parametrize("head_dim", some_always([16, 128], 128))
+@pytest.mark.parametrize("heads", some_always([1, 2, 3, 4, 5, 6, 7, 8], 1, 3, 5))
+def test_attention_of_a_group_of_heads_over_more_tiles_than_warps_have_results(heads, head_dim):
+    """How many threads share a head's rows differs with the group (scores.h)."""
+    spec = f16_spec(
+        num_layers=1,
+        hidden_size=24,
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        intermediate_size=32,
+        max_context=512,
+    )
+    backend = opened(HipFiberBackend, spec, 1, context=512)
+    reference = ReferenceBackend(ArrayWeights(spec), BackendOptions())
+    state = stage_inputs(spec, "attention", 0, 3, 400)
+    want, got = (b.run_stage("attention", 0, state)["attention"] for b in (reference, backend))
+    assert error_of(got, want) < 1e-3
 
 
 @slow

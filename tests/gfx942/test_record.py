@@ -1,7 +1,6 @@
 """The record of many seeds is one in which nothing went wrong, of as many as it promises and of today's objects."""
 
 import copy
-import json
 
 import pytest
 
@@ -9,7 +8,8 @@ from kog_triton.json_file import in_lines
 from tests.gfx942 import mutant_record
 from tests.gfx942.hip_budget import KEPT, kept
 from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
-from tests.lib.gfx942 import hip_ranks, hip_requests
+from tests.lib import kept_rows
+from tests.lib.gfx942 import hip_lives, hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
 from tests.lib.gfx942.hip_column_requests import columns
 from tests.lib.gfx942.hip_mutants import REQUESTS, walk
@@ -20,7 +20,7 @@ from tests.lib.slow import some_always
 
 
 def record():
-    return json.loads(RECORD.read_text())
+    return kept_rows.read(RECORD)
 
 
 def test_nothing_went_wrong_in_the_record():
@@ -36,13 +36,13 @@ def test_nothing_went_wrong_in_the_record():
 
 def test_the_records_lie_in_the_tree_as_they_are_written():
     """A row a line."""
-    assert RECORD.read_text() == in_lines(record(), 2) + "\n"
+    assert kept_rows.text_of(RECORD) == kept_rows.lines(record())
     assert KEPT.read_text() == in_lines(kept(), 3) + "\n"
-    assert mutant_record.KEPT.read_text() == in_lines(mutants(), 2) + "\n"
+    assert kept_rows.text_of(mutant_record.KEPT) == kept_rows.lines(mutants())
 
 
 def mutants():
-    return json.loads(mutant_record.KEPT.read_text())
+    return kept_rows.read(mutant_record.KEPT)
 
 
 def test_every_mutant_was_caught_or_lives_for_a_reason():
@@ -142,6 +142,7 @@ def test_the_record_is_whole_and_of_todays_objects():
         assert row["object"] == made.sha256, (row["case"], row["variant"])
         assert row["accesses"] == counted(accesses_of(made)), (row["case"], row["variant"])
     asked_of_hip = [(case, name) for case, name, _, _ in hip_requests.asked()]
+    asked_of_hip += [(hip_lives.CASE, name) for name in hip_lives.LIVES]
     assert [(row["case"], row["request"]) for row in record()["hip"]] == asked_of_hip
     asked_of_ranks = [(case, name) for case, name, _ in hip_ranks.asked()]
     assert [(row["case"], row["request"]) for row in record()["ranks"]] == asked_of_ranks

@@ -126,18 +126,19 @@ class FakeHip:
     """One GPU. `failing` holds the status that a function answers from now on.
 
     launches  how many were begun; `meanwhile` is called in the thread of each before it runs
+    seed      each launch's in the executor is as much more as there were launches
     """
 
     gpus = 1
     elf_machine = 0x4C  # gfx942
     least: Mapping[str, int] = LEAST  # the scope that accesses must have, by the memory's name
 
-    def __init__(self, **conditions: Any) -> None:
+    def __init__(self, seed: int = 0, **conditions: Any) -> None:
         self.failing: dict[str, int] = {}
         self.launches = 0
         self.meanwhile: Callable[[], None] = lambda: None
         self.broken, self.why = 0, ""  # the status of a launch that broke off, and why
-        self._conditions = {"memory": PLAIN} | conditions
+        self._seed, self._conditions = seed, {"memory": PLAIN} | conditions
         self._modules: dict[int, CodeObject] = {}
         self._kernels: dict[int, Kernel] = {}
         self._queue: list[threading.Thread] = []
@@ -288,9 +289,10 @@ class FakeHip:
     def _start(self, kernel: Kernel, launches: list[Launch], shared: int) -> None:
         """Launches that run side by side, behind all that was started before."""
         self.launches += 1
+        known = dict(self._known)
         running = threading.Thread(
             target=self._run,
-            args=(kernel, launches, dict(self._known), shared, [*self._queue], self.launches),
+            args=(kernel, launches, known, shared, [*self._queue], self._seed + self.launches),
             daemon=True,
         )
         self._queue.append(running)

@@ -64,6 +64,8 @@ class Use:
     layers: int  # that ran
     lowering: CudaLowering
     stages: dict[str, StageUse]
+    walk: float  # slots of a SIMD in a layer's walk of keys and values
+    cache: float  # bytes of keys and values in a layer, of an average block
     object: str  # SHA-256
     vgprs: int
     spilled: int
@@ -154,6 +156,7 @@ def use(name: str, num_blocks: int = 0, position: int = 0) -> Use:
     slots: Counter[str] = Counter()
     flying: Counter[str] = Counter()
     left: dict[str, float] = {}
+    walk = 0
     for i, chain in enumerate(places):
         stage, count = stage_of(chain), int(one.last.executed[i])
         waits, behind = int(one.last.weights[i, 0]), int(one.last.weights[i, 2])
@@ -161,8 +164,12 @@ def use(name: str, num_blocks: int = 0, position: int = 0) -> Use:
             left[stage] = min(left.get(stage, math.inf), behind / waits)
         if awaits(chain):
             count = 0 if looks_again(chain) else min(count, layers * waves)
-        slots[stage] += count * (4 if names[i].startswith(SLOW) else 1)
+        count *= 4 if names[i].startswith(SLOW) else 1
+        slots[stage] += count
+        if any(name.startswith("walk_tiles") for name in chain):
+            walk += count
         flying[stage] = max(flying[stage], int(one.last.in_flight[i, 2]))
+    assert walk, "no instruction that ran stands in walk_tiles"
     facts = one.kernel.code_object.kernels[KERNEL]
     runs = {stage: 1 if stage in (*ONCE, "once a launch") else layers for stage in slots}
     a_block = 1024 * one.layout.threads // 64
@@ -180,6 +187,8 @@ def use(name: str, num_blocks: int = 0, position: int = 0) -> Use:
         layers,
         lo,
         stages,
+        walk / layers / (4 * lo.num_blocks),
+        spec.kv_bytes_read(position) / layers / lo.num_blocks,
         object_hash,
         facts[".vgpr_count"],
         facts[".vgpr_spill_count"],

@@ -32,6 +32,7 @@ from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import HipWalk
+from tests.lib.gfx942.hip_ranks import HipRankWalk
 from tests.lib.gfx942.litmus import MAPS, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
@@ -310,8 +311,9 @@ def run(
 ) -> tuple[Any, np.ndarray]:
     """Tokens and outcome, and the records of log-probabilities."""
     one.memory.logprobs.zero_()
-    # a row that is read too early would be the last run's, the same
-    one.memory.cache.fill_(torch.nan)
+    for memory in one.ranks if isinstance(one, HipRankWalk) else [one.memory]:
+        # a row that is read too early would be the last run's, the same
+        memory.cache.fill_(torch.nan)
     what = [asked(each) for each in name.split(" + ")]
     if isinstance(one, HipColumns):
         slots = [number % one.layout.columns for number in range(len(what))]

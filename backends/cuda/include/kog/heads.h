@@ -1,7 +1,8 @@
 // The heads of q, k and v that a KV task waits for: received by a warp each, normalized and
-// rotated; queries go where the tensor core finds them, the new key and value into the cache.
+// rotated; queries go where Scores finds them, the new key and value into the cache.
 #pragma once
 #include <kog/kv_task.h>
+#include <kog/scores.h>
 
 namespace kog {
 
@@ -88,17 +89,15 @@ struct Head {
   }
 };
 
-// A rotated query in two 16-bit parts, where the tensor core's threads find it.
+// A rotated query, where Scores finds it.
 KOG_DEVICE void put_query(const Block& b, const Head& head, int query, uint4* queries) {
   u32* to = reinterpret_cast<u32*>(queries + query / kGroupHeads * kDimSteps * kWarpThreads +
                                    query % kGroupHeads * 4);
   head.each(b, [&](int word, float2 v) {
-    HighLow parts(v.x, v.y);
     using Quarter = Keys::Share;
     int thread = word % Quarter::kStride / Quarter::kPiece,
         in_thread = word / Quarter::kStride * Quarter::kPiece + word % Quarter::kPiece;
-    *reinterpret_cast<uint2*>(to + (in_thread / 2 * kWarpThreads + thread) * 4 + in_thread % 2 * 2) = {parts.high,
-                                                                                      parts.low};
+    *reinterpret_cast<uint2*>(to + (in_thread / 2 * kWarpThreads + thread) * 4 + in_thread % 2 * 2) = query_pair(v);
   });
 }
 KOG_DEVICE float query_scale() { return kScoreScale * rsqrt_of(static_cast<float>(kHeadDim)); }

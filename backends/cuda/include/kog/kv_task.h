@@ -11,8 +11,8 @@ constexpr int kWarpsAGroup = kWarps / kHeadGroups;
 constexpr int kRoundRows = kWarpsAGroup * kTileRows;
 constexpr int kKvTasks = kKvHeads * kSplits;
 
-// Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as the
-// tensor core takes them, the new keys and values as rows of the cache, results of all warps. The
+// Scratch behind o_proj's inputs, which other warps stage while some still merge: queries as
+// Scores takes them, the new keys and values as rows of the cache, results of all warps. The
 // results may run on over the partial sums: those of qkv_proj have been read when the first result is
 // put, and nobody puts o_proj's before the last one was read (leave_results).
 template <class T>

@@ -70,6 +70,7 @@ struct WarpResult {
 template <int kHeadsKept>
 KOG_DEVICE void put_result(const Block& b, const WarpResult<kHeadsKept>& result, bool walks, int walker,
                            int walked, Softmax& softmax) {
+  if (walks) join_parts(softmax.out);
   if (walked > kWarpResults) {
     if (walks && walker >= kWarpResults) result.put(b, softmax);
     sync_consumers();

@@ -5,6 +5,16 @@
 
 namespace kog {
 
+// Two of a query's values, as Scores takes them.
+KOG_DEVICE uint2 query_pair(float2 v) {
+  HighLow parts(v.x, v.y);
+  return {parts.high, parts.low};
+}
+
+// The first of the two heads whose outputs a thread adds up; it adds up all rows.
+KOG_DEVICE int first_output(const Block& b) { return b.in_warp % 4 * 2; }
+KOG_DEVICE void join_parts(float (&)[kDimSteps][4]) {}
+
 // Scores of the keys of a tile. at(j, i): of head thread / 4, on position 8 j + 2 (thread % 4) + i.
 struct Scores {
   float c[2][kTileRows / 8][4] = {};  // two chains of sums: each product waits for the one before it in its chain

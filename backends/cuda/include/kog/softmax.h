@@ -1,7 +1,7 @@
 // One warp's softmax over the tiles that it walks (arXiv 2205.14135), for kGroupHeads query heads.
 //
-// A thread holds the maximum and its share of the sum for head thread / 4, and outputs of heads
-// 2 * (thread % 4) and the next. Queries and weights are split in two 16-bit parts each, so that only keys
+// A thread holds the maximum and its share of the sum for head thread / 4, and outputs of head first_output
+// and the next: of as many rows as add_values takes, until join_parts (scores.h; called by merge.h). Only keys
 // and values are rounded to 16 bits.
 #pragma once
 #include <kog/scores.h>
@@ -23,7 +23,7 @@ struct Softmax {
   }
 
   // Weights of the tile's positions [0, count) against the maximum so far. `queries`: this thread's
-  // words of the first step, high and low parts as rows 0-7 and 8-15.
+  // words of the first step (query_pair).
   KOG_DEVICE void weigh(const Block& b, const uint4* queries, const Keys& keys, int count,
                         float (&p)[kTileRows / 8][2]) {
     Scores scores(b, queries, keys);
@@ -54,7 +54,7 @@ struct Softmax {
   // `share`: what the new maximum of head thread / 4 leaves of what was summed.
   KOG_DEVICE void rescale(const Block& b, float share) {
     sum = product(sum, share);
-    float first = shuffle(share, b.in_warp % 4 * 8), second = shuffle(share, b.in_warp % 4 * 8 + 4);
+    float first = shuffle(share, first_output(b) * 4), second = shuffle(share, first_output(b) * 4 + 4);
 #pragma unroll
     for (int t = 0; t < kDimSteps; t++) {
       out[t][0] *= first, out[t][1] *= second;

@@ -228,7 +228,6 @@ constexpr bool kPairAtOnce = false;  // the first of two may be there without th
 
 // Permutations that a thread of a row of 16 takes part in without memory (DPP).
 constexpr int kQuadXor1 = 0xb1, kQuadXor2 = 0x4e, kRowRotate8 = 0x128;
-constexpr int kQuadBroadcast = 0x55;  // times which thread of the four
 template <int kControl>
 KOG_DEVICE u32 permuted(u32 v) {
   return static_cast<u32>(__builtin_amdgcn_update_dpp(0, static_cast<int>(v), kControl, 0xf, 0xf, true));
@@ -267,10 +266,12 @@ KOG_DEVICE float shuffle(float v, int thread) { return float_of(of_thread(bits_o
 KOG_DEVICE u64 shuffle(u64 v, int thread) {
   return of_thread(static_cast<u32>(v), thread) | static_cast<u64>(of_thread(static_cast<u32>(v >> 32), thread)) << 32;
 }
-// Of four threads side by side, what the one of this number has.
-template <int kThread>
-KOG_DEVICE u32 of_quad(u32 v) {
-  return permuted<kThread * kQuadBroadcast>(v);
+// Of kOf threads side by side, 1, 2 or 4, what the one of this number has.
+template <int kThread, int kOf>
+KOG_DEVICE u32 of_neighbors(u32 v) {
+  constexpr auto from = [](int thread) { return thread / kOf * kOf + kThread; };
+  if constexpr (kOf == 1) return v;
+  return permuted<from(0) | from(1) << 2 | from(2) << 4 | from(3) << 6>(v);
 }
 
 }  // namespace kog
@@ -324,6 +325,13 @@ KOG_DEVICE float product(float a, float b) {
   return a * b;
 }
 KOG_DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// Two of them, made here, not where they are needed: what is added would take registers until then.
+using TwoFloats = float __attribute__((ext_vector_type(2)));
+KOG_DEVICE void fuse_two(float2 a, float2 b, float2& c) {
+  TwoFloats sum = __builtin_elementwise_fma(TwoFloats{a.x, a.y}, TwoFloats{b.x, b.y}, TwoFloats{c.x, c.y});
+  asm volatile("" : "+v"(sum));
+  c = {sum.x, sum.y};
+}
 KOG_DEVICE float rsqrt_of(float x) { return __builtin_amdgcn_rsqf(x); }
 KOG_DEVICE u64 bits_of(double x) { return __builtin_bit_cast(u64, x); }
 KOG_DEVICE double double_of(u64 x) { return __builtin_bit_cast(double, x); }

@@ -64,10 +64,11 @@ inline u64 nanoseconds() { return static_cast<u64>(host::clock() * kTickNs); }
 
 inline uint4 load_streamed(const u8* p) { return *reinterpret_cast<const uint4*>(p); }
 
-template <int kThread>
-u32 of_quad(u32 v) {
-  return host::exchange(v, (host::thread() & ~3) + kThread);
+template <int kThread, int kOf>
+u32 of_neighbors(u32 v) {
+  return host::exchange(v, host::thread() / kOf * kOf + kThread);
 }
+inline void fuse_two(float2 a, float2 b, float2& c) { c = {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
 
 template <bool kF16>
 KOG_EMULATED float half_of(u32 pair, int which) {

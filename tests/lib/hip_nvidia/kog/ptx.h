@@ -62,10 +62,11 @@ KOG_DEVICE i64 clock_ticks() { return static_cast<i64>(nanoseconds() / kTickNs);
 
 KOG_DEVICE uint4 load_streamed(const u8* p) { return __ldcs(reinterpret_cast<const uint4*>(p)); }
 
-template <int kThread>
-KOG_DEVICE u32 of_quad(u32 v) {
-  return shuffle(v, (thread_index() & 28) + kThread);
+template <int kThread, int kOf>
+KOG_DEVICE u32 of_neighbors(u32 v) {
+  return shuffle(v, thread_index() % 32 / kOf * kOf + kThread);
 }
+KOG_DEVICE void fuse_two(float2 a, float2 b, float2& c) { c = {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
 
 template <bool kF16>
 KOG_DEVICE float half_of(u32 pair, int which) {

@@ -37,6 +37,9 @@ KOG_DEVICE void multiply_fragment(const uint4& w, const typename Operands<Stage>
 template <class Stage>
 KOG_DEVICE void put_sums(const Block& b, UnitSums<Stage>& c, float* to) {
   using S = OperandLayout<Stage>;
+  // Ahead of all that follows: registers of summands are not written at once either (docs/AMD.md, Wait states).
+  for (Matrix& one : c.of) settle(one);
+  keep_order();
   constexpr int kRows = S::kSetColumns;
   int group = b.warp % 2 * 2 + b.in_warp / 16, which = b.in_warp % 16, column = which % kRows;
   bool mine = which / kRows == 4 * group / kRows;
@@ -44,7 +47,6 @@ KOG_DEVICE void put_sums(const Block& b, UnitSums<Stage>& c, float* to) {
 #pragma unroll
   for (int set = 0; set < S::kSets; set++) {
     float v[4];
-    settle(c.of[set]);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       v[i] = c.of[set].v[i];
