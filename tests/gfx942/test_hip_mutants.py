@@ -76,7 +76,7 @@ UNREACHED = {
     "give_up": 1030, "tell_best": 240, "attention": 220, "find_peaks": 170, "cut_depth": 170, "edit_logits": 120,
     "outcome_of": 110, "block_of": 90, "publish_best": 90, "draw": 60, "check_argmax": 50, "gather_candidates": 20,
     "stage_attention": 20, "join_mlp_out": 30, "find_place": 20, "end_step": 20, "head_rows": 10, "publish_ahead": 5,
-    "join_attention_out": 3, "down_proj": 3, "": 5,
+    "join_attention_out": 3, "down_proj": 3, "": 6,
 }  # fmt: skip
 
 

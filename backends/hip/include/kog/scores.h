@@ -23,7 +23,7 @@ KOG_DEVICE void join_parts(float (&out)[kDimSteps][4]) {
       for (int i = 0; i < 4; i++) out[t][i] += shuffle_xor(out[t][i], mask);
 }
 
-// s[h] is what a thread has of head h's sum, its key's other parts being the next three threads'. Returns the whole sum
+// s[h]: this thread's quarter of head h's sum, the others of which are the other three threads'. Returns the whole sum
 // of head thread % 4.
 KOG_DEVICE float share_sums(const Block& b, const float (&s)[4]) {
   bool high = (b.in_warp & 2) != 0, odd = (b.in_warp & 1) != 0;
@@ -33,7 +33,7 @@ KOG_DEVICE float share_sums(const Block& b, const float (&s)[4]) {
   return (odd ? two[1] : two[0]) + shuffle_xor(odd ? two[0] : two[1], 1);
 }
 
-// Whose queries are in registers: more would be spilled.
+// Heads whose queries are in registers at once: of more, some would be spilled.
 constexpr int kHeadsAtOnce = kGroupHeads < 4 ? kGroupHeads : 4;
 
 // Scores of the keys of a tile. at(j, i): of head thread / 4, on position 8 j + 2 (thread % 4) + i.
