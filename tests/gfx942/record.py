@@ -79,12 +79,10 @@ def hip(seeds: int) -> list[Row]:
     """Whole requests of the HIP kernel against the reference."""
     asked = hip_requests.asked()
     rows = [hip_row(case, name, one, tokens(), seeds) for case, name, one, tokens in asked]
+    one = hip_requests.walk(hip_lives.CASE)
     for name, well in hip_lives.LIVES.items():
         wrong = [seed for seed in range(seeds) if not well(conditions(seed).memory, seed)]
-        print("hip", hip_lives.CASE, name, "wrong:", wrong, flush=True)
-        one = hip_requests.walk(hip_lives.CASE).kernel.code_object.sha256
-        row = {"case": hip_lives.CASE, "request": name, "object": one}
-        rows.append(row | {"seeds": seeds, "wrong": wrong})
+        rows.append(hip_found(hip_lives.CASE, name, one, seeds, wrong))
     return rows
 
 
@@ -107,6 +105,10 @@ def hip_row(case: str, name: str, one: HipWalk, tokens: list[int], seeds: int) -
         for seed in range(seeds)
         if hip_requests.wrong(one, name, tokens, hip_conditions(seed), seed)
     ]
+    return hip_found(case, name, one, seeds, wrong)
+
+
+def hip_found(case: str, name: str, one: HipWalk, seeds: int, wrong: list[int]) -> Row:
     print("hip", case, name, "wrong:", wrong, flush=True)
     row = {"case": case, "request": name, "object": one.kernel.code_object.sha256}
     return row | {"seeds": seeds, "wrong": wrong}

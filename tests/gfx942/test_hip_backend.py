@@ -30,7 +30,8 @@ from kog_triton.schedule.hip import THREADS
 from kog_triton.schedule.topology import GPUS
 from tests.lib.compiled import made_once
 from tests.lib.fake_hip import FakeHip
-from tests.lib.gfx942.executor import operations
+from tests.lib.gfx942.executor import WEAK, operations
+from tests.lib.gfx942.hip_lives import LIVES
 from tests.lib.gfx942.requests import ASKED, tokens_of
 from tests.lib.gfx942.requests import expected as expected_of
 from tests.lib.gfx942.triton_cases import CASES
@@ -115,6 +116,11 @@ def test_masks_of_the_host_are_waited_for(hip):
     finally:
         backend.close()
     assert tokens_of(mailbox.read(0, 0)) == expected_of("llama", "masks")
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_what_a_request_meets_changes_no_token(life):
+    assert LIVES[life](WEAK, 1)
 
 
 def test_tokens_stream_while_the_kernel_runs(hip, model, expected):

@@ -28,9 +28,8 @@ def test_every_stage_has_enough_in_flight_and_slots_to_spare(name, capsys):
     assert row["spilled"] == 0 and row["layers"] < row["of"]
     assert all(row["stages"][stage]["left"] for stage in ("attention", "o_proj", "down_proj"))
     first, deep = row["depths"]
-    assert (first["position"], deep["position"]) == (0, DEEP) and deep["cache"] > 1000 * first[
-        "cache"
-    ]
+    assert (first["position"], deep["position"]) == (0, DEEP)
+    assert deep["cache"] > 1000 * first["cache"]
     assert share_of_walk(row, deep) > 0.2 and first["layer"] < deep["layer"]
     assert [*exceeded(row)] == []
     assert hip_budget.main([name, "--kept"]) == 0

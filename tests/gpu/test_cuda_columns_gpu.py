@@ -14,6 +14,7 @@ from tests.lib.cuda_requests import held, prompt_of, request, run
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.real_shapes import real_shape
 from tests.lib.ring_walker import spec_of
+from tests.lib.two_gpus import skip_without_two
 
 pytestmark = pytest.mark.gpu
 SPECS = {
@@ -38,8 +39,8 @@ SPECS = {
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
 def test_all_kernels_pass_the_check_of_a_new_gpu(name, gpus):
-    if torch.cuda.device_count() < gpus:
-        pytest.skip("needs two GPUs")
+    if gpus > 1:
+        skip_without_two()
     small = small_model(named_shape(name), num_gpus=gpus)
     assert len(check_requests(CudaBackend, small, "an NVIDIA GPU", 8, gpus)) == 6
 

@@ -10,7 +10,6 @@ import torch
 from kog_triton import LLM
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.bench.check import MAX_GAP, token_gaps
@@ -34,17 +33,11 @@ from tests.lib.cuda_requests import (
 )
 from tests.lib.gpu_ranks import SharedBackend
 from tests.lib.ring_walker import spec_of
+from tests.lib.two_gpus import skip_without_two
 
 pytestmark = pytest.mark.gpu
 SMALL = spec_of(dtype=DType.F16, vocab_size=100, max_context=512)
 COUNT = 60
-
-
-def skip_without_two():
-    try:
-        check_peers(2)
-    except DeviceError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module", params=["one GPU", "two GPUs"])

@@ -15,13 +15,11 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Mailbox
 from kog_triton.backends.prefill.ranks import RANK_BUCKETS, RankPrefill
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
-from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType, Head
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
@@ -32,6 +30,7 @@ from tests.lib.machine_code import spec_named
 from tests.lib.narrow_stages import LARGE
 from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
+from tests.lib.two_gpus import skip_without_two
 
 pytestmark = pytest.mark.gpu
 TOLD = SamplingParams(temperature=0, logprobs=5)
@@ -62,10 +61,7 @@ SMALL = SPECS["biases, norms, windows"][0]
 def kind(request):
     if request.param == "one GPU":
         return SharedBackend
-    try:
-        check_peers(2)
-    except DeviceError as error:
-        pytest.skip(str(error))
+    skip_without_two()
     return CudaBackend
 
 

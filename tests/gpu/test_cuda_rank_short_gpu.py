@@ -10,12 +10,12 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.checkpoint.random_weights import RandomWeights
-from kog_triton.errors import DeviceError, RunError
+from kog_triton.errors import RunError
 from kog_triton.model.shapes import named_shape
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import error_of, request, run, serve
+from tests.lib.two_gpus import skip_without_two
 
 pytestmark = pytest.mark.gpu
 TOLD = SamplingParams(temperature=0, logprobs=5)
@@ -32,10 +32,7 @@ def opened(prefill):
 
 @pytest.fixture(scope="module")
 def backend():
-    try:
-        check_peers(2)
-    except DeviceError as error:
-        pytest.skip(str(error))
+    skip_without_two()
     made = opened("library")
     made.settle()
     assert made.short is not None and made.short._graphs

@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
-from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType, Head
 from kog_triton.model.weight_format import FORMATS
@@ -21,6 +19,7 @@ from tests.lib.gpu_ranks import GpuRankColumns, GpuRanks
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.machine_code import spec_named
 from tests.lib.ring_walker import spec_of
+from tests.lib.two_gpus import skip_without_two
 
 pytestmark = pytest.mark.gpu
 SMALL = spec_of(dtype=DType.F16, vocab_size=100, max_context=512)
@@ -49,10 +48,7 @@ def weights_of(spec):
 def devices(request):
     if request.param == "one GPU":
         return [torch.device("cuda", 0)] * 2
-    try:
-        check_peers(2)
-    except DeviceError as error:
-        pytest.skip(str(error))
+    skip_without_two()
     return [torch.device("cuda", i) for i in range(2)]
 
 

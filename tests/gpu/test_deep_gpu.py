@@ -15,6 +15,7 @@ from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_requests import request, run, serve, timeless
 from tests.lib.ring_walker import spec_of
+from tests.lib.two_gpus import skip_without_two
 
 pytestmark = pytest.mark.gpu
 
@@ -87,8 +88,7 @@ def test_a_request_has_the_same_tokens_as_it_gets_deep(name):
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "laneformer-2b"])
 def test_a_request_on_two_gpus_has_the_same_tokens_as_it_gets_deep(name):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    skip_without_two()
     check_tokens(weights_named(name), num_gpus=2)
 
 

@@ -18,12 +18,10 @@ import torch
 
 from kog_triton.backends import BackendOptions, BackgroundCompiler, serving
 from kog_triton.backends.cuda.backend import CudaBackend
-from kog_triton.backends.cuda.gpus import check_peers
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
-from kog_triton.errors import DeviceError
 from kog_triton.model.spec import DType, Head
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
@@ -45,6 +43,7 @@ from tests.lib.hip_walk import HipColumnBackend, HipFiberBackend, HipFiberKernel
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
+from tests.lib.two_gpus import skip_without_two
 
 # Log-probabilities of kernels that round otherwise: words of 16 bits fall to another neighbour. Measured: 2.0e-3.
 NEAR = 5e-3
@@ -159,10 +158,7 @@ def made(name, model):
     weights, spec = MODELS[model]
     device = "nvidia" if name in ON_GPU else ""
     if name == TWO_GPUS:
-        try:
-            check_peers(2)
-        except DeviceError as error:
-            pytest.skip(str(error))
+        skip_without_two()
     if name in ON_RANKS and spec.vocab_size % 2:
         spec = spec.replace(vocab_size=spec.vocab_size - 1)  # an id that no test asks for
     context = sizes_of(name).context

@@ -126,7 +126,7 @@ class FakeHip:
     """One GPU. `failing` holds the status that a function answers from now on.
 
     launches  how many were begun; `meanwhile` is called in the thread of each before it runs
-    seed      each launch's in the executor is as much more as there were launches
+    seed      the executor's seed of launch n, from 1 on, is seed + n
     """
 
     gpus = 1

@@ -3,13 +3,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.hip.backend import HipBackend
-from kog_triton.backends.mailbox import Mailbox, Step
+from kog_triton.backends.mailbox import Failure, Mailbox, Step
 from tests.lib.fake_hip import FakeHip
 from tests.lib.gfx942.executor import Memory
 from tests.lib.gfx942.requests import ASKED, TOGETHER, TOKENS, expected, tokens_of
@@ -19,6 +18,19 @@ from tests.lib.lowering_cases import ArrayWeights
 
 CASE = "llama"
 LONG_ENOUGH = 40  # tokens of a request that is cancelled: the host is slower than the executor
+
+
+class Watched(Mailbox):
+    """`watch` is called with the slot of each step that a backend pushes, behind that; `pushed` counts them."""
+
+    def __init__(self, watch: Callable[[int], None]) -> None:
+        super().__init__()
+        self.watch, self.pushed = watch, 0
+
+    def push(self, slot: int, step: Step | Failure) -> None:
+        super().push(slot, step)
+        self.pushed += 1
+        self.watch(slot)
 
 
 @contextmanager
@@ -44,43 +56,22 @@ def masked_well(memory: Memory, seed: int) -> bool:
 
 def yielded_well(memory: Memory, seed: int) -> bool:
     """Whether two requests make what each makes alone, in a kernel that is told to leave as soon as something comes."""
-    mailbox, launches = Mailbox(), 0
-    made: dict[int, list[Any]] = {slot: [] for slot in range(len(TOGETHER))}
+    mailbox, launches = Watched(lambda slot: mailbox.yield_now()), 0
     for slot, name in enumerate(TOGETHER):
         mailbox.post(ASKED[name].request(slot))
-    push = mailbox.push
-
-    def leave(slot: int, step: Any) -> None:
-        push(slot, step)
-        mailbox.yield_now()
-
-    mailbox.push = leave  # type: ignore[method-assign]
     with opened(memory, seed, len(TOGETHER)) as backend:
         while not launches or mailbox.resumed:
             mailbox.resume()
             backend.generate(mailbox)
             launches += 1
-    for slot, steps in made.items():
-        steps += mailbox.read(slot, 0)
-    return launches > 1 and all(
-        tokens_of(made[slot]) == expected(CASE, name) for slot, name in enumerate(TOGETHER)
-    )
+    made = [tokens_of(mailbox.read(slot, 0)) for slot in range(len(TOGETHER))]
+    return launches > 1 and made == [expected(CASE, name) for name in TOGETHER]
 
 
 def cancelled_well(memory: Memory, seed: int) -> bool:
     """Whether a request that is cancelled behind its second token ends so, with the tokens that it would have had."""
-    mailbox, came = Mailbox(), 0
+    mailbox = Watched(lambda slot: mailbox.cancel(slot) if mailbox.pushed == 2 else None)
     mailbox.post(ASKED["greedy"].request(tokens=LONG_ENOUGH))
-    push = mailbox.push
-
-    def cancel(slot: int, step: Any) -> None:
-        nonlocal came
-        push(slot, step)
-        came += 1
-        if came == 2:
-            mailbox.cancel(slot)
-
-    mailbox.push = cancel  # type: ignore[method-assign]
     with opened(memory, seed) as backend:
         backend.generate(mailbox)
     *steps, last = mailbox.read(0, 0)

@@ -37,7 +37,7 @@ KOG_DEVICE void multiply_fragment(const uint4& w, const typename Operands<Stage>
 template <class Stage>
 KOG_DEVICE void put_sums(const Block& b, UnitSums<Stage>& c, float* to) {
   using S = OperandLayout<Stage>;
-  // Ahead of all that follows: registers of summands are not written at once either (docs/AMD.md, Wait states).
+  // Ahead of all that follows, which may write the summands' registers: three wait states (docs/AMD.md, Wait states).
   for (Matrix& one : c.of) settle(one);
   keep_order();
   constexpr int kRows = S::kSetColumns;
