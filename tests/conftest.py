@@ -6,6 +6,7 @@ of their own (test_triton_compile.py).
 """
 
 import importlib
+import logging
 import os
 from pathlib import Path
 
@@ -17,6 +18,15 @@ NO_SKIPS = os.environ.get("KOG_TESTS_NO_SKIPS") == "1"
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 if not any(Path(driver).exists() for driver in GPU_DRIVERS):
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def own_log_levels():
+    """No test runs at the log levels of another: a command that runs in the test's process sets them."""
+    yield
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("kog_triton.") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
