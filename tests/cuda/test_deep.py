@@ -20,7 +20,7 @@ from kog_triton.request_check import check_requests
 from kog_triton.sampling import SamplingParams
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_ranks import RankWalk
-from tests.lib.cuda_requests import PROMPTS, request, run, timeless
+from tests.lib.cuda_requests import PROMPTS, request, run, serve, timeless
 from tests.lib.cuda_threads import ThreadWalk
 from tests.lib.cuda_walk import FiberBackend, Walk, compile_walk, layout_of
 from tests.lib.lowering_cases import mixed_lanes
@@ -259,6 +259,24 @@ def test_a_request_that_gets_deep_goes_on_by_the_other_kernel():
     ours.settle()
     assert timeless(run(ours, asked)[0]) == expected
     assert ours.kernel.launches == 1 and ours.deep.take().launches == 1
+
+
+def test_requests_that_take_turns_have_the_bits_of_the_other_kernel():
+    asked = [
+        request(0, PROMPTS[0], 20, params=SamplingParams(temperature=0.8, seed=3)),
+        request(1, PROMPTS[1], 30, params=SamplingParams(temperature=0.0)),
+    ]
+    expected = run(opened(FiberBackend), *asked)
+    ours = opened()
+    ours.deep.begin()
+    ours.settle()
+    served = serve(ours, *asked)
+    assert {slot: timeless(steps) for slot, steps in served.items()} == expected
+    # Each launch has a clock of its own; the first ends at a request's sixth position.
+    deep = zip(served[1][5:20], served[0][5:20], strict=True)
+    times = [step.device_ns for both in deep for step in both]
+    assert times == sorted(times), "not a token each in turn"
+    assert ours.kernel.launches == 1 and ours.deep.take().launches == 2
 
 
 def test_it_is_compiled_when_a_request_first_gets_deep():
