@@ -128,7 +128,7 @@ def test_units_too_long_to_be_laid_out(how):
 @pytest.mark.parametrize(
     ("how", "count", "room"),
     [
-        ("int4-g128", 2, 0),
+        pytest.param("int4-g128", 2, 0, marks=pytest.mark.slow),
         ("int4-g128", 2, 20_000),
         pytest.param("int4-g128", 8, 70_000, marks=pytest.mark.slow),
         pytest.param("int4-g128", 8, 50_000, marks=pytest.mark.slow),
@@ -274,7 +274,7 @@ def alone(case):
         pytest.param("int4 g32, minimums (Q4_1)", 2, marks=pytest.mark.slow),
         pytest.param("mxfp4", 8, marks=pytest.mark.slow),
         pytest.param("mxfp4", 2, marks=pytest.mark.slow),
-        ("mxfp4, then int4 zero points", 2),
+        pytest.param("mxfp4, then int4 zero points", 2, marks=pytest.mark.slow),
         ("int4, then int8 channels", 2),
         pytest.param("int4 g128 and head", 8, marks=pytest.mark.slow),
         pytest.param("int8 zero points, then int4", 4, marks=pytest.mark.slow),
