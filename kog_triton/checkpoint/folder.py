@@ -34,6 +34,7 @@ from kog_triton.errors import ModelError, shown
 from kog_triton.json_file import read_json
 from kog_triton.model.config import Config
 from kog_triton.model.families import read_spec, sources
+from kog_triton.model.families.unread import unread_fields
 from kog_triton.model.family import HARMLESS_SUFFIXES, Source
 from kog_triton.model.generation import read_generation, unread
 from kog_triton.model.spec import DType, ModelSpec
@@ -98,11 +99,12 @@ class Checkpoint:
         ends = {name: config.get(name) for name in ("eos_token_id", "bos_token_id")}
         says = read_generation(ends, spec.vocab_size, str(file))
         generation: dict[str, Any] = {}
-        ignored: tuple[str, ...] = ()
+        ignored = unread_fields(without_scheme(config))
         if (folder / "generation_config.json").exists():
             file = folder / "generation_config.json"
             said = read_json(file)
-            generation, ignored = read_generation(said, spec.vocab_size, str(file)), unread(said)
+            generation = read_generation(said, spec.vocab_size, str(file))
+            ignored += unread(said)
         files = TensorFiles(folder)
         weights = _match(spec, files, folder, sources(spec), scheme)
         if Config(config).dtype() is None and weights["embed"].found is None:

@@ -20,14 +20,17 @@ _DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16}
 
 
 class Config:
-    """One JSON object, read field by field. Of several names, the first one present counts."""
+    """One JSON object, read field by field; `read` has the names asked for. Of several names, the first one present
+    counts."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self.values = values
+        self.read: set[str] = set()
         self._prefix = prefix
 
     def get(self, *names: str) -> Any:
         """The raw value of the first of `names` that is present and not null, else None."""
+        self.read.update(names)
         return next((self.values[n] for n in names if self.values.get(n) is not None), None)
 
     def label(self, *names: str) -> str:

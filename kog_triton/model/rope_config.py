@@ -33,7 +33,8 @@ def read_rope(config: Config, max_context: int) -> Rope:
     once.
     """
     for name, value in config.values.items():
-        if name.startswith("rope_") and name not in _KNOWN_TOP_LEVEL and value is not None:
+        unknown = name.startswith("rope_") and name not in _KNOWN_TOP_LEVEL
+        if unknown and value not in (None, False):  # SmolLM2 has rope_interleaved, false
             raise ModelError(f"{shown(name)} is {shown(value)}: this RoPE option is not supported")
     config.only("partial_rotary_factor", 1, 1.0)
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")

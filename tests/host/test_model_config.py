@@ -1,9 +1,11 @@
 """Reading config.json: what it means, and what is refused, by name, in one line."""
 
 import pytest
+import transformers
 
 from kog_triton.errors import ModelError
 from kog_triton.model.families import find_family, read_spec
+from kog_triton.model.families.unread import unread_fields
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.model.spec import Head, Reduce, RopeScaling
 from tests.lib import tiny
@@ -33,6 +35,11 @@ from tests.lib import tiny
         {"rope_scaling": ["llama3"]},
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         {"rope_interleave": True},
+        {"rope_interleaved": True},
+        {"hidden_activation": "gelu"},
+        {"swiglu_limit": 7.0},
+        {"alibi": True},
+        {"logit_scale": 0.06},
         {"partial_rotary_factor": 0.5},
         {"quantization_config": {"quant_method": "fp8"}},
         {"num_local_experts": 8},
@@ -67,6 +74,22 @@ def test_config_is_refused_by_name(change):
         *(value if isinstance(value, dict) else ()),
     }
     assert any(word in message for word in named)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_configurations_have_besides_is_known(kind):
+    made = getattr(transformers, f"{kind}Config")(torch_dtype="bfloat16").to_dict()
+    assert unread_fields(made | {"architectures": None}) == ()
+
+
+def test_a_field_that_nothing_reads_is_named():
+    # What SmolLM2's has, which is said to be a Llama's.
+    smol = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1}
+    assert unread_fields(tiny.LLAMA | smol) == ()
+    config = tiny.LLAMA | {"layer_norm_eps": 0.01, "foo_bar": "x" * 500, "baz": None, "qux": False}
+    first, second = unread_fields(config)
+    assert first == "config.json: layer_norm_eps 0.01 is ignored: no such field is known"
+    assert second.startswith("config.json: foo_bar 'xxx") and len(second) < 300
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,17 @@ REQUESTS = {
     "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
     # The third has the first's slot behind it, beside the second, whose context all blocks share, and ends with that.
     "columns of heads": ("eight + long, greedy + greedy", "eight + long, greedy + edits"),
+    # Of four columns on two GPUs.
+    "columns of ranks": ("greedy + sampled + rules + edits", "edits + rules + sampled + greedy"),
+    "chunk": ("long prompt",),  # four positions of a prompt a step, and its first token
 }
+# The specs, of hip_column_requests.py.
 COLUMNS = {
     "columns": "windows",
     "columns of waves": "waves",
     "columns of heads": "heads",
-}  # the specs, of hip_column_requests.py
+    "columns of ranks": "llama on two GPUs",
+}
 JOINED = "run_layers_between > run_layer > attention > join_splits > join_many > sync_consumers"
 SUMS_BEHIND = "a wave's part of a sum of squares is read behind the next barrier, ahead of which all wait for LDS again"
 OF_MANY = "up to 64 blocks are one wave's (of 'many' caught)"
@@ -259,13 +264,15 @@ class Seen:
     """What one request does in the kernel as it is."""
 
     made: Any  # tokens and outcome, of each column
-    told: np.ndarray  # of log-probabilities
+    told: np.ndarray  # log-probabilities; of a chunk, the cache
     steps: int
     executed: np.ndarray
     in_flight: np.ndarray
 
 
 def walk(case: str) -> HipWalk | HipColumns:
+    if case == "chunk":
+        return hip_column_requests.chunks()
     if case in COLUMNS:
         return hip_column_requests.columns(COLUMNS[case])
     if case == "ranks":
@@ -290,6 +297,8 @@ def _many_walk() -> HipWalk:
 
 
 def _spec(case: str) -> ModelSpec:
+    if case == "chunk":
+        return hip_column_requests.spec_of("llama")
     if case in COLUMNS:
         return hip_column_requests.spec_of(COLUMNS[case])
     own = {
@@ -309,28 +318,33 @@ def asked(name: str) -> Asked:
 def run(
     one: HipWalk | HipColumns, name: str, conditions: dict[str, Any], seed: int
 ) -> tuple[Any, np.ndarray]:
-    """Tokens and outcome, and the records of log-probabilities."""
+    """Tokens and outcome, and what was told beside them (`Seen`)."""
     one.memory.logprobs.zero_()
     for memory in one.ranks if isinstance(one, HipRankWalk) else [one.memory]:
         # a row that is read too early would be the last run's, the same
         memory.cache.fill_(torch.nan)
     what = [asked(each) for each in name.split(" + ")]
-    if isinstance(one, HipColumns):
+    if one.layout.chunk:
+        made: Any = one.prompt(what[0].request(), seed, **conditions)
+    elif isinstance(one, HipColumns):
         slots = [number % one.layout.columns for number in range(len(what))]
         requests = [
             each.request(slot, hip_requests.TOKENS) for slot, each in zip(slots, what, strict=True)
         ]
-        made: Any = one.serve(requests, seed, **conditions)
+        made = one.serve(requests, seed, **conditions)
     else:
         one.conditions = conditions
         prompt, params = list(what[0].prompt), what[0].params
         made = one.generate(prompt, hip_requests.TOKENS, params, (), seed)
-    return made, one.memory.logprobs.numpy().copy()
+    told = one.memory.cache.view(torch.int16) if one.layout.chunk else one.memory.logprobs
+    return made, told.numpy().copy()
 
 
 def expected(case: str, name: str) -> Any:
     """What the reference's tokens are, each with the outcome of a request that runs to its length."""
     each = [reference_tokens(_spec(case), asked(one)) for one in name.split(" + ")]
+    if case == "chunk":
+        return each[0][:1]
     made = [(tokens, hip_requests.FINISHED) for tokens in each]
     return made if case in COLUMNS else made[0]
 
@@ -461,7 +475,7 @@ def wrong(case: str, mutant: Mutant | None, name: str, seed: int) -> str:
         one.kernel = kept
     if made != right.made:
         return f"tokens {made}"
-    return "" if np.array_equal(told, right.told) else "log-probabilities"
+    return "" if np.array_equal(told, right.told) else "what was told beside them"
 
 
 @cache
@@ -575,9 +589,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="to go on at most")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args(argv)
-    torch.set_num_threads(
-        1
-    )  # a fork has none of OpenMP's threads, and would wait for them for ever
+    torch.set_num_threads(1)  # a fork has none of OpenMP's threads: it would wait for ever
     record = Record.open(args.record, args.case)
     left = try_all(record, args.seeds, args.only, args.minutes, args.jobs)
     survivors = record.survivors()
