@@ -54,8 +54,7 @@ MORE = {
     "long, mild top-p": Asked(SamplingParams(temperature=1.2, top_p=0.6, seed=7), LONG[:18]),
 }
 MORE_OF_SPLIT = ("logprobs", "top-p", "cut, logprobs", "long, top-p")
-# A block's ids are of many warps in WIDE: what one finishes, counts, biases or bans is another's. In the
-# other cases all are of one warp, which is ordered by itself.
+# A block's ids are of many warps: what one finishes, counts, biases or bans is another's. Elsewhere all are of one.
 WIDE = plain(1, vocab_size=1600)
 WIDE_PROMPT = (70, 463, 1312, 299)
 WIDE_ASKED = {
@@ -97,7 +96,6 @@ REQUESTS = {
     "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
     # The third has the first's slot behind it, beside the second, whose context all blocks share, and ends with that.
     "columns of heads": ("eight + long, greedy + greedy", "eight + long, greedy + edits"),
-    # Of four columns on two GPUs.
     "columns of ranks": ("greedy + sampled + rules + edits", "edits + rules + sampled + greedy"),
     "chunk": ("long prompt",),  # four positions of a prompt a step, and its first token
 }
