@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import rotated_pair, softmax_step
 from kog_triton.backends.triton.kernel.columns import begins, vectors
-from kog_triton.backends.triton.kernel.sync import dot, dot_onto, loop_stages, once
+from kog_triton.backends.triton.kernel.sync import dot, loop_stages, once
 from kog_triton.backends.triton.kernel.words import in_range
 
 KEYS: tl.constexpr = tl.constexpr(64)  # of the cache, at one step
@@ -90,12 +90,13 @@ def rounded(lower, upper, p, S: tl.constexpr):
 @triton.jit
 def add_keys(q, top, total, out, keys, values, seen, S: tl.constexpr):
     """Into the online softmax: keys and values in halves, of which a row sees `seen` [rows, keys]."""
-    score = dot_onto(dot(q[0], tl.trans(keys[0]), S), q[1], tl.trans(keys[1]), S)
+    score = dot(q[0], tl.trans(keys[0]), S)
+    score = dot(q[1], tl.trans(keys[1]), S, score)
     score = tl.where(seen, score, -float("inf"))
     top, total, weight, old = softmax_step(score, top, total)
     weight = weight.to(values[0].dtype)
-    lower = dot_onto(out[0] * old, weight, values[0], S)
-    return top, total, (lower, dot_onto(out[1] * old, weight, values[1], S))
+    lower = dot(weight, values[0], S, out[0] * old)
+    return top, total, (lower, dot(weight, values[1], S, out[1] * old))
 
 
 @triton.jit

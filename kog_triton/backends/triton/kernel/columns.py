@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.codes import shape_of, values_of
 from kog_triton.backends.triton.kernel.residual import biased, silu, stage_input
-from kog_triton.backends.triton.kernel.sync import dot_onto
+from kog_triton.backends.triton.kernel.sync import dot
 from kog_triton.backends.triton.kernel.words import in_range
 
 # ---- how the work is divided, and where vectors stand ----
@@ -250,7 +250,7 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
         at = i * STEP
         xs = tl.load(x + t[:, None] * WIDTH + at + k[None, :])
         ws = load_weights(base, row, owned, at, lane, S, STAGE)
-        total = dot_onto(total, xs, tl.trans(ws.to(xs.dtype)), S)
+        total = dot(xs, tl.trans(ws.to(xs.dtype)), S, total)
     return total
 
 

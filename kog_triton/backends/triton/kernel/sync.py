@@ -31,10 +31,7 @@ def load_shared(ptr, S: tl.constexpr, mask=None, other=None):
 @triton.jit
 def load_uncached(ptr, S: tl.constexpr):
     """One word that another block may have written; polls take `load_shared`."""
-    if S.vendor == "nvidia":
-        return tl.load(ptr, cache_modifier=".cg")
-    else:
-        return tl.load(ptr, cache_modifier=".cv")
+    return tl.load(ptr, cache_modifier=".cg" if S.vendor == "nvidia" else ".cv")
 
 
 @triton.jit
@@ -58,6 +55,12 @@ def assembly(TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, args, WIDE: tl.const
         return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.int64, False, 1)
     else:
         return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.int32, False, 1)
+
+
+@triton.jit
+def arithmetic(TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, args):
+    """As `assembly`, of instructions that do nothing else: int32, computed where and as often as the compiler likes."""
+    return tl.inline_asm_elementwise(TEXT, CONSTRAINTS, args, tl.int32, True, 1)
 
 
 @triton.jit
@@ -87,11 +90,9 @@ def any_set(xs, S: tl.constexpr):
     """
     COUNT: tl.constexpr = len(xs)
     if S.vendor == "nvidia":
-        BEGIN: tl.constexpr = (
-            "{\n.reg .b32 any;\n.reg .pred here, found;\nmov.b32 any, 0;\nmov.b32 $0, 0;"
-        )
+        NAMES: tl.constexpr = "{\n.reg .b32 any;\n.reg .pred here, found;\n"
         REDUCE: tl.constexpr = "bar.red.or.pred found, 0, here;\nselp.b32 $0, 1, 0, found;\n}"
-        assembly(BEGIN, "=r", ())
+        assembly(NAMES + "mov.b32 any, 0;\nmov.b32 $0, 0;", "=r", ())
         for i in tl.static_range(COUNT):
             assembly("or.b32 any, any, $1;\nmov.b32 $0, 0;", "=r,r", (xs[i],))
         return assembly("setp.ne.s32 here, any, 0;\n" + REDUCE, "=r", ())
@@ -114,23 +115,17 @@ def pin(x, S: tl.constexpr):
 
 
 @triton.jit
-def byte_of(a, b, NUMBER: tl.constexpr):
-    source = a if NUMBER < 4 else b
-    return source >> (8 * (NUMBER % 4)) & 255
-
-
-@triton.jit
 def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
     """Four of the eight bytes of a and b, numbered from a's lowest; SELECT has the number of the lowest last."""
     if S.vendor == "nvidia":
         select = tl.full((1, 1), SELECT, tl.int32)
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, select], tl.int32, True, 1
-        )
+        return arithmetic("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, select))
     else:
         word = tl.zeros_like(a)
         for i in tl.static_range(4):
-            word |= byte_of(a, b, SELECT >> (4 * i) & 7) << (8 * i)
+            number = SELECT >> (4 * i) & 7
+            source = a if number < 4 else b
+            word |= (source >> (8 * (number % 4)) & 255) << (8 * i)
         return word
 
 
@@ -138,17 +133,12 @@ def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
 def dot4(a, b, total, S: tl.constexpr):
     """total + the products of the words' four signed bytes, int32."""
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], tl.int32, True, 1
-        )
+        return arithmetic("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, total))
     elif S.vendor == "amd":
         # Wait states behind a dot product, which LLVM does not put around assembly (gfx90a, gfx942).
-        DOT: tl.constexpr = (
-            "v_dot4_i32_iu8 $0, $1, $2, $3 neg_lo:[1,1,0]"
-            if is_rdna()
-            else "v_dot4_i32_i8 $0, $1, $2, $3\ns_nop 2"
-        )
-        return tl.inline_asm_elementwise(DOT, "=v,v,v,v", [a, b, total], tl.int32, True, 1)
+        RDNA: tl.constexpr = "v_dot4_i32_iu8 $0, $1, $2, $3 neg_lo:[1,1,0]"
+        CDNA: tl.constexpr = "v_dot4_i32_i8 $0, $1, $2, $3\ns_nop 2"
+        return arithmetic(RDNA if is_rdna() else CDNA, "=v,v,v,v", (a, b, total))
     else:
         for i in tl.static_range(4):
             total += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
@@ -185,9 +175,7 @@ def two_halves(a, b):
 def rounded_to_halves(a, b, S: tl.constexpr):
     """float32 a and b as float16 in one word, a in its low half."""
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [a, b], tl.int32, True, 1
-        )
+        return arithmetic("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", (a, b))
     else:
         return two_halves(a.to(tl.float16), b.to(tl.float16))
 
@@ -196,15 +184,10 @@ def rounded_to_halves(a, b, S: tl.constexpr):
 def halves_of_e4m3(w, S: tl.constexpr):
     """The four E4M3 codes of each word, two words of two float16 values."""
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise(
-            "{\n.reg .b16 first, last;\nmov.b32 {first, last}, $2;\n"
-            "cvt.rn.f16x2.e4m3x2 $0, first;\ncvt.rn.f16x2.e4m3x2 $1, last;\n}",
-            "=r,=r,r",
-            [w],
-            (tl.int32, tl.int32),
-            True,
-            1,
-        )
+        APART: tl.constexpr = "{\n.reg .b16 first, last;\nmov.b32 {first, last}, $2;\n"
+        BOTH: tl.constexpr = "cvt.rn.f16x2.e4m3x2 $0, first;\ncvt.rn.f16x2.e4m3x2 $1, last;\n}"
+        two = (tl.int32, tl.int32)
+        return tl.inline_asm_elementwise(APART + BOTH, "=r,=r,r", [w], two, True, 1)
     else:
         pairs = ()
         for i in tl.static_range(2):
@@ -221,9 +204,7 @@ def halves_of_e4m3(w, S: tl.constexpr):
 def multiply_halves(a, b, onto, S: tl.constexpr):
     """onto + a * b of words of two float16 values."""
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, onto], tl.int32, True, 1
-        )
+        return arithmetic("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", (a, b, onto))
     else:
         first = first_half(a) * first_half(b) + first_half(onto)
         return two_halves(first, second_half(a) * second_half(b) + second_half(onto))
@@ -232,9 +213,7 @@ def multiply_halves(a, b, onto, S: tl.constexpr):
 @triton.jit
 def add_halves(a, b):
     """a + b of words of two float16 values, on NVIDIA."""
-    return tl.inline_asm_elementwise(
-        "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1
-    )
+    return arithmetic("add.rn.f16x2 $0, $1, $2;", "=r,r,r", (a, b))
 
 
 @triton.jit
@@ -242,15 +221,10 @@ def sum_of_halves(w, S: tl.constexpr):
     """The sum of the two float16 values of each word along the last dimension, float32."""
     AXIS: tl.constexpr = len(w.shape) - 1
     if S.vendor == "nvidia":
-        return tl.inline_asm_elementwise(
-            "{\n.reg .b16 a, b;\n.reg .f32 c, d;\nmov.b32 {a, b}, $1;\n"
-            "cvt.f32.f16 c, a;\ncvt.f32.f16 d, b;\nadd.rn.f32 $0, c, d;\n}",
-            "=r,r",
-            [tl.reduce(w, AXIS, add_halves)],
-            tl.float32,
-            True,
-            1,
-        )
+        APART: tl.constexpr = "{\n.reg .b16 a, b;\n.reg .f32 c, d;\nmov.b32 {a, b}, $1;\n"
+        SUM: tl.constexpr = "cvt.f32.f16 c, a;\ncvt.f32.f16 d, b;\nadd.rn.f32 $0, c, d;\n}"
+        total = tl.reduce(w, AXIS, add_halves)
+        return tl.inline_asm_elementwise(APART + SUM, "=r,r", [total], tl.float32, True, 1)
     else:
         first, second = tl.sum(first_half(w), axis=AXIS), tl.sum(second_half(w), axis=AXIS)
         return first.to(tl.float32) + second.to(tl.float32)
@@ -312,21 +286,12 @@ def loop_stages(S):
 
 
 @triton.jit
-def dot(a, b, S: tl.constexpr):
-    """a @ b in float32. Triton's interpreter multiplies the bits of bfloat16, so it gets float32 operands."""
+def dot(a, b, S: tl.constexpr, onto=None):
+    """a @ b in float32, with `onto` added. Triton's interpreter multiplies the bits of bfloat16, so it gets float32."""
     if S.vendor == "cpu":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), onto)
     else:
-        return tl.dot(a, b)
-
-
-@triton.jit
-def dot_onto(total, a, b, S: tl.constexpr):
-    """total + a @ b in float32, as `dot`."""
-    if S.vendor == "cpu":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
-    else:
-        return tl.dot(a, b, total)
+        return tl.dot(a, b, onto)
 
 
 @triton.jit
@@ -387,10 +352,8 @@ def expired(since, tries, limit, S: tl.constexpr):
 
     Every thread reads the clock at a moment of its own, so a block's may disagree.
     """
-    if S.vendor == "cpu":
-        return (tries >= limit).to(tl.int32)
-    else:
-        return (ticks(S) - since >= limit).to(tl.int32)
+    lasted = tries if S.vendor == "cpu" else ticks(S) - since
+    return (lasted >= limit).to(tl.int32)
 
 
 @triton.jit

@@ -95,19 +95,13 @@ def f16_high(w):
 @triton.jit
 def low(w, S: tl.constexpr):
     """The first 16-bit value of each word, float32."""
-    if S.f16:
-        return f16_low(w)
-    else:
-        return (w << 16).to(tl.float32, bitcast=True)
+    return f16_low(w) if S.f16 else (w << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def high(w, S: tl.constexpr):
     """The second 16-bit value of each word, float32."""
-    if S.f16:
-        return f16_high(w)
-    else:
-        return (w & -65536).to(tl.float32, bitcast=True)
+    return f16_high(w) if S.f16 else (w & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -144,10 +138,13 @@ def rotate_left(w, BY: tl.constexpr):
 @triton.jit
 def as_operand(w, S: tl.constexpr):
     """A word as a matrix reads it, without the phase; in bfloat16 its values are the pair's times PAIR_SCALE."""
-    if S.f16:
-        return w & -2
-    else:
-        return rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
+    return w & -2 if S.f16 else rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
+
+
+@triton.jit
+def with_phase(w, phase):
+    """A word, whose lowest bit is free, that says it is fresh; or the word as it is, which nobody waits for."""
+    return w if phase is None else w | phase
 
 
 @triton.jit
@@ -158,29 +155,20 @@ def pack_pair(first, second, phase, S: tl.constexpr):
     else:
         a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
         a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
-        w = rotate_left((b << 16) | a, 32 - PAIR_ROTATION)
-        if phase is None:
-            return as_operand(w & -2, S)
-        else:
-            return (w & -2) | phase
+        w = rotate_left((b << 16) | a, 32 - PAIR_ROTATION) & -2
+        return as_operand(w, S) if phase is None else w | phase
 
 
 @triton.jit
 def operand_of(w, phase, S: tl.constexpr):
     """`as_operand` of a word that was written with this phase."""
-    if phase is None:
-        return w
-    else:
-        return as_operand(w, S)
+    return w if phase is None else as_operand(w, S)
 
 
 @triton.jit
 def unscaled(x, S: tl.constexpr):
     """What operands, or sums over them, stand for."""
-    if S.f16:
-        return x
-    else:
-        return x * PAIR_UNIT
+    return x if S.f16 else x * PAIR_UNIT
 
 
 @triton.jit
@@ -196,10 +184,7 @@ def pack_f16(first, second, phase):
     a, b = f16_bits(first), f16_bits(second)
     void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
     w = ((b << 16) | tl.where(void, 0x7E00, a + ((a >> 1) & 1))) & -2
-    if phase is None:
-        return w
-    else:
-        return w | phase
+    return with_phase(w, phase)
 
 
 @triton.jit
@@ -216,11 +201,7 @@ def unpack_outputs(w):
 
 @triton.jit
 def pack_f32(x, phase):
-    b = tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True)) & -2
-    if phase is None:
-        return b
-    else:
-        return b | phase
+    return with_phase(tl.where(x != x, 0x7FC00000, x.to(tl.int32, bitcast=True)) & -2, phase)
 
 
 @triton.jit
@@ -256,20 +237,14 @@ def load_polled(ptr, mask, wanted, S: tl.constexpr):
 @triton.jit
 def blank(ptr):
     """Zeros in the shape of such words."""
-    if ptr.numel >= POLLED:
-        return tl.zeros(ptr.shape, ptr.dtype.element_ty)
-    else:
-        SHAPE: tl.constexpr = (POLLED // ptr.numel, ptr.shape[0], ptr.shape[1])
-        return tl.zeros(SHAPE, ptr.dtype.element_ty)
+    COPIES: tl.constexpr = (POLLED // ptr.numel, ptr.shape[0], ptr.shape[1])
+    return tl.zeros(ptr.shape if ptr.numel >= POLLED else COPIES, ptr.dtype.element_ty)
 
 
 @triton.jit
 def settle(w):
     """The words [m, n] of a poll that has seen them all fresh."""
-    if len(w.shape) == 3:
-        return tl.max(w, axis=0)
-    else:
-        return w
+    return tl.max(w, axis=0) if len(w.shape) == 3 else w
 
 
 @triton.constexpr_function
