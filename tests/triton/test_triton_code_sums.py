@@ -22,6 +22,7 @@ from kog_triton.backends.triton.kernel import codes as kernel
 from kog_triton.backends.triton.kernel.codes import (
     load_parts,
     parts_of,
+    split_lines,
     store_parts,
     sums_of_codes,
     with_scales,
@@ -69,7 +70,6 @@ def multiply(
     S: tl.constexpr,
     T: tl.constexpr,
     AXIS: tl.constexpr,
-    PARTS: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
     WORDS: tl.constexpr = T.stored_width(0)
@@ -80,13 +80,13 @@ def multiply(
         at = row[:, None, None] * WORDS + line[None, :, None] * WIDE + word[None, None, :]
     else:
         at = row[None, :, None] * WORDS + line[:, None, None] * WIDE + word[None, None, :]
-    tile = with_scales(tl.load(w + at), w, S, T, 0, AXIS)
-    operands = parts_of(tl.load(x + i), S, T, 0, PARTS)
+    tile = with_scales(tl.load(w + at), w, S, T, 0)
+    operands = parts_of(tl.load(x + i), S, T, 0)
     if COLUMN:
         # As a column in memory, with a copy for every warp that has rows of its own.
         store_parts(column, operands)
-        operands = load_parts(column, S, T, 0, AXIS, PARTS)
-    sums, factor = sums_of_codes(tile, operands, S, T, 0, AXIS, PARTS)
+        operands = load_parts(column, S, T, 0)
+    sums, factor = sums_of_codes(tile, operands, S, T, 0)
     y = sums * factor
     tl.store(out + row, tl.sum(tl.sum(y, axis=2), axis=AXIS))
 
@@ -128,7 +128,10 @@ def sums(kind, case, dtype=torch.bfloat16, x=None, drawn=drawn, column=False):
     x, out = x.to(dtype), torch.empty(rows)
     words = packed.contiguous().view(torch.int32).reshape(-1)
     room = torch.zeros(tiles.operands, dtype=torch.int32)
-    multiply[(1,)](x.view(torch.int32), words, out, room, known, tiles, axis, parts, column)
+    assert split_lines(known, tiles, 0) == parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "LINES_AXIS", tl.constexpr(axis))
+        multiply[(1,)](x.view(torch.int32), words, out, room, known, tiles, axis, column)
     return out.double(), values @ x.double(), values.abs() @ x.double().abs()
 
 

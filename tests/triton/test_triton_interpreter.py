@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.backends.triton.kernel import attention, matvec, residual
+from kog_triton.backends.triton.kernel import attention, codes, matvec, residual
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import triton as tiles
 from kog_triton.schedule.topology import SIZES
@@ -140,7 +140,8 @@ def test_matrices_of_several_tiles_along_k(monkeypatch):
 @pytest.mark.parametrize("lines_axis", [0, 1])
 def test_fewer_rows_than_warps(lines_axis, monkeypatch):
     """Whose lines the warps share: they are added once a unit, whichever axis they are on."""
-    monkeypatch.setattr(matvec, "LINES_AXIS", tl.constexpr(lines_axis))
+    for module in (codes, matvec):
+        monkeypatch.setattr(module, "LINES_AXIS", tl.constexpr(lines_axis))
     case = Case(plain(intermediate_size=1536), 8, PROMPT[:2])
     down = backend_of(case).tiles.stages[3]
     assert (down.tile_rows, down.widths) == (4, (512, 256))  # the two halves of eight warps
@@ -153,7 +154,8 @@ def test_tiles_in_a_loop(lines_axis, monkeypatch):
     monkeypatch.setattr(tiles, "WIDTHS", (32,))
     monkeypatch.setattr(tiles, "UNROLLED", 6)
     monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], tile_bytes=4 * 4 * 32))
-    monkeypatch.setattr(matvec, "LINES_AXIS", tl.constexpr(lines_axis))
+    for module in (codes, matvec):
+        monkeypatch.setattr(module, "LINES_AXIS", tl.constexpr(lines_axis))
     spec = plain(num_heads=6, hidden_size=68, intermediate_size=132)
     case = Case(spec, tokens=PROMPT[:2])
     stages = backend_of(case).tiles.stages
@@ -243,7 +245,7 @@ FAULTS = {
         "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",
     ),
     "the narrow end of a row is left out": Fault(
-        "matvec", "        y += rest\n", "        y += rest * 0.0\n", "a width below a line",
+        "matvec", "y += rests[i]\n", "y += rests[i] * 0.0\n", "a width below a line",
     ),
     "the norm sums the widest tiles alone": Fault(
         "residual", "rest += tl.sum(more)", "rest += 0.0", "widths",

@@ -29,8 +29,12 @@ from kog_triton.backends.triton.kernel.sync import (
     rounded_to_halves,
     sum_of_halves,
 )
-from kog_triton.backends.triton.kernel.words import high, low
+from kog_triton.backends.triton.kernel.words import LINE, high, low
 
+# A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
+# words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
+RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
+LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
 # Sign, exponent and mantissa as a float32 has them: 0x87f00000.
 E4M3_BITS: tl.constexpr = tl.constexpr(-0x78100000)
@@ -93,14 +97,21 @@ def shape_of(T, K):
 
 
 @triton.constexpr_function
+def split_lines(S, T, K):
+    """Parts of tile K's lines that have warps of their own, where a tile has fewer rows than there are warps. A warp
+    has the same part of every tile: parts are added once a unit, not tile by tile through shared memory."""
+    return max(1, min(S.sizes.warps // T.tile_rows, T.stored_width(K) // LINE.value))
+
+
+@triton.constexpr_function
 def sets_of(T, K):
     """Groups that a thread's codes of a row are of."""
     return max(1, T.codes.groups(T.widths[K]) // shape_of(T, K)[1])
 
 
 @triton.jit
-def load_beside(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
-    """Scales or zero points of a tile, of each row and thread: a dimension of its own, AXIS, has as many as `sets_of`.
+def load_beside(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
+    """Scales or zero points of a tile, of each row and thread: in the place of lines there are `sets_of`.
 
     `ptr` is where the tile has them. A warp's rows lie side by side: as few loads as can be, since each that is on its
     way beside the codes costs 0.3 us a tile (benchmarks/triton-log.md#scales).
@@ -114,25 +125,25 @@ def load_beside(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl
     group = t * GROUPS // SHAPE[1]
     if SETS == 1:
         at = (warp[None, :, None] * GROUPS + group[None, None, :]) * EACH + row[:, None, None]
-        return tl.expand_dims(tl.reshape(tl.load(ptr + at), (T.tile_rows, SHAPE[1])), AXIS)
+        return tl.expand_dims(tl.reshape(tl.load(ptr + at), (T.tile_rows, SHAPE[1])), LINES_AXIS)
     else:
         group = group[None, None, None, :] + tl.arange(0, SETS)[None, None, :, None]
         at = (warp[None, :, None, None] * GROUPS + group) * EACH + row[:, None, None, None]
         values = tl.reshape(tl.load(ptr + at), (T.tile_rows, SETS, SHAPE[1]))
-        if AXIS == 1:
+        if LINES_AXIS == 1:
             return values
         else:
             return tl.trans(values, (1, 0, 2))
 
 
 @triton.jit
-def with_scales(w, ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
+def with_scales(w, ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     """The tile of stored words w, which begins at `ptr`."""
     SCALES: tl.constexpr = T.tile_rows * T.stored_width(K)
-    tile = (w, load_beside(ptr + SCALES, S, T, K, AXIS))
+    tile = (w, load_beside(ptr + SCALES, S, T, K))
     if T.codes.zero_points:
         ZEROS: tl.constexpr = SCALES + T.tile_rows * T.codes.groups(T.widths[K])
-        return tile + (load_beside(ptr + ZEROS, S, T, K, AXIS),)
+        return tile + (load_beside(ptr + ZEROS, S, T, K),)
     else:
         return tile
 
@@ -148,7 +159,7 @@ def in_lines(x, LINES: tl.constexpr):
 
 
 @triton.jit
-def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     """Operands x of tile K as a tuple of lines [.., ..]: those that meet the first two codes of each stored word, then
     the next two, each in a layout that it keeps, then their unit, if any; of whole numbers as `whole_numbers`."""
     SHAPE: tl.constexpr = shape_of(T, K)
@@ -160,7 +171,7 @@ def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.con
         b, d = tl.split(odd)
         parts = (a, b, c, d)
     if not T.codes.is_e4m3:
-        return whole_numbers(parts, S, T, K, PARTS)
+        return whole_numbers(parts, S, T, K)
     elif converts_e4m3(S):
         # A power of two, so that operands are what they were: the largest is less than 16 of it.
         unit = (largest_of(parts, S, T).to(tl.int32, bitcast=True) & EXPONENT) - EIGHT_TIMES
@@ -190,7 +201,7 @@ def largest_of(parts, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr):
+def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     """Operands as bytes: for each word of codes in a stored one (`codes_in`) h and l, as lines; then a thread's unit of
     what they sum up to; then, for zero points, the sums of operands that meet what is summed up (`sums_of_lines`)."""
     PACK: tl.constexpr = T.pack
@@ -221,7 +232,7 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
     xs = xs + (tl.expand_dims(unit, 0),)
     if T.codes.zero_points:
         sums = tl.trans(tl.sum(tl.reshape(total, (SHAPE[1], SHAPE[0], 4)), axis=2))
-        sums = sums_of_lines(tl.expand_dims(sums, 1), T, K, 0, PARTS).to(tl.float32) * T.codes.lift
+        sums = sums_of_lines(tl.expand_dims(sums, 1), S, T, K, 0).to(tl.float32) * T.codes.lift
         sums = tl.reshape(sums, (sums.shape[0], SHAPE[1]))
         return xs + (pin(sums.to(tl.int32, bitcast=True), S),)
     else:
@@ -232,14 +243,14 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PART
 
 
 @triton.constexpr_function
-def shapes_of_parts(S, T, K, PARTS):
+def shapes_of_parts(S, T, K):
     """Lines and words of each of `parts_of`."""
     lines, threads = shape_of(T, K)
     shapes = [(lines, 4 * threads)] * T.pack
     if not T.codes.is_e4m3 or converts_e4m3(S):
         shapes.append((1, threads))
     if T.codes.zero_points:
-        shapes.append((lines if sets_of(T, K) > 1 else PARTS, threads))
+        shapes.append((lines if sets_of(T, K) > 1 else split_lines(S, T, K), threads))
     return shapes
 
 
@@ -258,29 +269,27 @@ def store_parts(to, xs):
 
 
 @triton.jit
-def load_parts(
-    ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr
-):
+def load_parts(ptr, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     """What `store_parts` stored, with a copy for every warp that has rows of its own, in the place of a tile's rows."""
     COPIES: tl.constexpr = min(T.tile_rows, S.sizes.warps)
-    SHAPES: tl.constexpr = shapes_of_parts(S, T, K, PARTS)
-    copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), AXIS), 2)
+    SHAPES: tl.constexpr = shapes_of_parts(S, T, K)
+    copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), LINES_AXIS), 2)
     xs = ()
     for i in tl.static_range(len(SHAPES)):
-        j = tl.expand_dims(line_by_line(SHAPES[i][0], SHAPES[i][1]), 1 - AXIS)
+        j = tl.expand_dims(line_by_line(SHAPES[i][0], SHAPES[i][1]), 1 - LINES_AXIS)
         xs = xs + (tl.load(ptr + (j + copy * 0)),)
         ptr += SHAPES[i][0] * SHAPES[i][1]
     return xs
 
 
 @triton.jit
-def for_rows(x, ROWS: tl.constexpr, AXIS: tl.constexpr):
-    """Lines x of operands beside those of a tile, whose dimension is AXIS: the same for all rows, or a copy each."""
+def for_rows(x, ROWS: tl.constexpr):
+    """Lines x of operands beside those of a tile: the same for all rows, or a copy each."""
     if len(x.shape) == 2:
-        return tl.expand_dims(x, 1 - AXIS)
-    elif x.shape[1 - AXIS] == ROWS:
+        return tl.expand_dims(x, 1 - LINES_AXIS)
+    elif x.shape[1 - LINES_AXIS] == ROWS:
         return x
-    elif AXIS == 1:
+    elif LINES_AXIS == 1:
         EACH: tl.constexpr = (ROWS // x.shape[0], x.shape[0], x.shape[1], x.shape[2])
         return tl.reshape(tl.broadcast_to(tl.expand_dims(x, 0), EACH), (ROWS, EACH[2], EACH[3]))
     else:
@@ -303,8 +312,10 @@ def codes_in(w, HALF: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def sums_of_lines(t, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS: tl.constexpr):
-    """t, whose dimension AXIS is lines, with one for each of PARTS; as it is where groups end within a thread's run."""
+def sums_of_lines(t, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
+    """t, whose dimension AXIS is lines, with one for each part (`split_lines`); as it is where groups end within a
+    thread's run."""
+    PARTS: tl.constexpr = split_lines(S, T, K)
     if sets_of(T, K) > 1:
         return t
     elif PARTS == 1:
@@ -316,14 +327,14 @@ def sums_of_lines(t, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr, PARTS
 
 
 @triton.jit
-def for_lines(beside, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
+def for_lines(beside, T: tl.constexpr, K: tl.constexpr):
     """Scales or zero points of `load_beside` as float32, for what `sums_of_lines` leaves."""
     v = beside.to(tl.float32, bitcast=True)
     SETS: tl.constexpr = sets_of(T, K)
     LINES: tl.constexpr = shape_of(T, K)[0]
     if SETS == 1:
         return v
-    elif AXIS == 1:
+    elif LINES_AXIS == 1:
         each = tl.expand_dims(v, 2)
         each = tl.broadcast_to(each, (v.shape[0], SETS, LINES // SETS, v.shape[2]))
         return tl.reshape(each, (v.shape[0], LINES, v.shape[2]))
@@ -334,51 +345,43 @@ def for_lines(beside, T: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def sums_of_codes(
-    tile,
-    xs,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    K: tl.constexpr,
-    AXIS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     """A tile K times operands `parts_of`, and what that is to be multiplied by: of each row and thread, for each of
-    PARTS or of the lines."""
+    its parts (`split_lines`) or of the lines."""
     w = tile[0]
     PACK: tl.constexpr = T.pack
     ROWS: tl.constexpr = T.tile_rows
     FOURS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 4)
-    scale = for_lines(tile[1], T, K, AXIS)
+    scale = for_lines(tile[1], T, K)
     if T.codes.is_e4m3 and converts_e4m3(S):
         codes = halves_of_e4m3(w, S)
         products = tl.zeros_like(w)
         for i in tl.static_range(PACK):
-            products = multiply_halves(codes[i], for_rows(xs[i], ROWS, AXIS), products, S)
+            products = multiply_halves(codes[i], for_rows(xs[i], ROWS), products, S)
         total = sum_of_halves(tl.reshape(products, FOURS), S)
-        unit = for_rows(xs[PACK], ROWS, AXIS).to(tl.float32, bitcast=True)
-        return sums_of_lines(total, T, K, AXIS, PARTS), scale * unit
+        unit = for_rows(xs[PACK], ROWS).to(tl.float32, bitcast=True)
+        return sums_of_lines(total, S, T, K, LINES_AXIS), scale * unit
     elif T.codes.is_e4m3:
         EIGHTS: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
         total = tl.zeros((w.shape[0], w.shape[1], w.shape[2] // 4), tl.float32)
         values = e4m3_values(w)
         for i in tl.static_range(PACK):
-            x = for_rows(xs[i], ROWS, AXIS)
+            x = for_rows(xs[i], ROWS)
             both = tl.join(values[2 * i] * low(x, S), values[2 * i + 1] * high(x, S))
             total += tl.sum(tl.reshape(both, EIGHTS), axis=3)
-        return sums_of_lines(total, T, K, AXIS, PARTS), scale
+        return sums_of_lines(total, S, T, K, LINES_AXIS), scale
     else:
         sum_h, sum_l = tl.zeros_like(w), tl.zeros_like(w)
         for half in tl.static_range(PACK // 2):
             codes = codes_in(w, half, T)
-            sum_h = dot4(codes, for_rows(xs[2 * half], ROWS, AXIS), sum_h, S)
-            sum_l = dot4(codes, for_rows(xs[2 * half + 1], ROWS, AXIS), sum_l, S)
-        sum_h = sums_of_lines(tl.sum(tl.reshape(sum_h, FOURS), axis=3), T, K, AXIS, PARTS)
-        sum_l = sums_of_lines(tl.sum(tl.reshape(sum_l, FOURS), axis=3), T, K, AXIS, PARTS)
+            sum_h = dot4(codes, for_rows(xs[2 * half], ROWS), sum_h, S)
+            sum_l = dot4(codes, for_rows(xs[2 * half + 1], ROWS), sum_l, S)
+        sum_h = sums_of_lines(tl.sum(tl.reshape(sum_h, FOURS), axis=3), S, T, K, LINES_AXIS)
+        sum_l = sums_of_lines(tl.sum(tl.reshape(sum_l, FOURS), axis=3), S, T, K, LINES_AXIS)
         total = ((sum_h << 8) + sum_l).to(tl.float32)
-        unit = for_rows(xs[PACK], ROWS, AXIS).to(tl.float32, bitcast=True)
+        unit = for_rows(xs[PACK], ROWS).to(tl.float32, bitcast=True)
         if T.codes.zero_points:
-            of_operands = for_rows(xs[PACK + 1], ROWS, AXIS).to(tl.float32, bitcast=True)
-            points = tl.broadcast_to(for_lines(tile[2], T, K, AXIS), total.shape)
+            of_operands = for_rows(xs[PACK + 1], ROWS).to(tl.float32, bitcast=True)
+            points = tl.broadcast_to(for_lines(tile[2], T, K), total.shape)
             total = tl.fma(-points, tl.broadcast_to(of_operands, total.shape), total)
         return total, scale * unit

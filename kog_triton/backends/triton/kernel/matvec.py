@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.codes import (
+    LINES_AXIS,
     for_rows,
     load_parts,
     parts_of,
     sets_of,
     shape_of,
+    split_lines,
     stacked,
     sums_of_codes,
     with_scales,
@@ -39,10 +41,6 @@ COLUMN_LOOP = 2
 # Columns of an iteration of narrow weights, at most: four took 232 bytes of stack, and 337 s to compile for 179
 # (benchmarks/triton-log.md#narrow-columns).
 NARROW_COLUMNS = 2
-# A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
-# words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
-RELEASE = tuple(int(n) for n in triton.__version__.split(".")[:2])
-LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 
 asked_by = triton.constexpr_function(Tiles.asked_by)
 place = triton.constexpr_function(StageTiles.place)
@@ -67,17 +65,10 @@ def begins(S, stage, k):
 
 
 @triton.constexpr_function
-def split_lines(S, stage, k):
-    """Parts of tile k's lines that have warps of their own, where a tile has fewer rows than there are warps. A warp
-    has the same part of every tile: parts are added once a unit, not tile by tile through shared memory."""
-    T = S.stages[stage]
-    return max(1, min(S.sizes.warps // T.tile_rows, T.stored_width(k) // LINE.value))
-
-
-@triton.constexpr_function
 def sums_width(S, stage, k=0):
     """Sums of a row that threads keep: those of tile k."""
-    return split_lines(S, stage, k) * min(S.stages[stage].stored_width(k), LINE.value) // 4
+    T = S.stages[stage]
+    return split_lines(S, T, k) * min(T.stored_width(k), LINE.value) // 4
 
 
 @triton.constexpr_function
@@ -121,26 +112,21 @@ def load_tile(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constex
     at = BEGINS[0] + unit * BEGINS[1] + p.block * SIZE
     ptr = pin_address(base + at, S)
     if T.is_narrow:
-        return with_scales(load_once(ptr + offset, S), ptr, S, T, K, LINES_AXIS)
+        return with_scales(load_once(ptr + offset, S), ptr, S, T, K)
     else:
         return load_once(ptr + offset, S)
-
-
-@triton.jit
-def load_after(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
-    """The tile that is TILE in the stage's order if `unit` is taken for the first one."""
-    PLACE: tl.constexpr = place(S.stages[STAGE], TILE)
-    return load_tile(base, unit + PLACE[0], p, S, STAGE, PLACE[1])
 
 
 @triton.jit
 def load_tiles(
     base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
 ):
-    """A tuple of such tiles."""
+    """A tuple of the tiles from FIRST on in the stage's order, if `unit` is taken for the first one."""
+    T: tl.constexpr = S.stages[STAGE]
     tiles = ()
     for i in tl.static_range(COUNT):
-        tiles = tiles + (load_after(base, unit, p, S, STAGE, FIRST + i),)
+        at = unit + place(T, FIRST + i)[0]
+        tiles = tiles + (load_tile(base, at, p, S, STAGE, place(T, FIRST + i)[1]),)
     return tiles
 
 
@@ -155,10 +141,7 @@ def fetch(stream, p, S: tl.constexpr, STAGE: tl.constexpr, TILE: tl.constexpr):
     """Tiles that are asked for behind TILE of STAGE; of qkv_proj, behind down_proj or lm_head, at stream's `behind`."""
     base, behind, _ = stream
     ASKED: tl.constexpr = asked_by(S, STAGE, TILE)
-    if ASKED[3]:
-        return load_tiles(behind, 0, p, S, ASKED[0], ASKED[1], ASKED[2])
-    else:
-        return load_tiles(base, 0, p, S, ASKED[0], ASKED[1], ASKED[2])
+    return load_tiles(behind if ASKED[3] else base, 0, p, S, ASKED[0], ASKED[1], ASKED[2])
 
 
 @triton.jit
@@ -180,7 +163,7 @@ def load_operands(xs, column, S: tl.constexpr, STAGE: tl.constexpr, K: tl.conste
     COUNT: tl.constexpr = T.cols // 2
     xs += column * S.total_words
     if T.is_narrow:
-        return load_parts(xs + T.operands_before(K), S, T, K, LINES_AXIS, split_lines(S, STAGE, K))
+        return load_parts(xs + T.operands_before(K), S, T, K)
     else:
         j = tl.expand_dims(index_of(T, K), 1 - LINES_AXIS)
         copy = tl.expand_dims(tl.expand_dims(tl.arange(0, COPIES), LINES_AXIS), 2)
@@ -194,7 +177,7 @@ def load_operands(xs, column, S: tl.constexpr, STAGE: tl.constexpr, K: tl.conste
 @triton.jit
 def products(w, x, S: tl.constexpr):
     """Of the halves of words w, a tile, and x: [lines, LINE], or one for each of COPIES rows; w's shape and 2."""
-    x = for_rows(x, w.shape[1 - LINES_AXIS], LINES_AXIS)
+    x = for_rows(x, w.shape[1 - LINES_AXIS])
     return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
 
 
@@ -202,10 +185,10 @@ def products(w, x, S: tl.constexpr):
 def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Products of tile K and words x, as far as a thread can sum them alone, [tile_rows, parts of them], and what they
     are to be multiplied by: a tuple of one or both."""
-    PARTS: tl.constexpr = split_lines(S, STAGE, K)
     T: tl.constexpr = S.stages[STAGE]
+    PARTS: tl.constexpr = split_lines(S, T, K)
     if T.is_narrow:
-        sums, factor = sums_of_codes(w, x, S, T, K, LINES_AXIS, PARTS)
+        sums, factor = sums_of_codes(w, x, S, T, K)
         if (
             sets_of(T, K) > 1 and shape_of(T, K)[0] > PARTS
         ):  # lines that are added have factors of their own
@@ -282,7 +265,7 @@ def kept(x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Words x that meet tile K, in the layout that they keep; of narrow weights a tuple (codes.py)."""
     T: tl.constexpr = S.stages[STAGE]  # a value of Triton's own: 3.6 takes no other as an argument
     if T.is_narrow:
-        return parts_of(x, S, T, K, split_lines(S, STAGE, K))
+        return parts_of(x, S, T, K)
     else:
         return pin(x, S)
 
@@ -313,15 +296,6 @@ def add_tile(
                 x = load_operands(xs, column + i, S, STAGE, K)
                 sums, rests = add_part(sums, rests, w, x, S, STAGE, K)
         return sums, rests
-
-
-@triton.jit
-def whole(total, rest, S: tl.constexpr, STAGE: tl.constexpr):
-    """[tile_rows] of one column's sums."""
-    y = tl.sum(total, axis=1)
-    if narrow(S, STAGE, S.stages[STAGE].k_tiles - 1):
-        y += rest
-    return y
 
 
 @triton.jit
@@ -358,7 +332,10 @@ def whole_columns(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl
     ROWS: tl.constexpr = S.stages[STAGE].tile_rows
     ys = ()
     for i in tl.static_range(COLUMNS):
-        ys = ys + (whole(sums[i], rests[i], S, STAGE),)
+        y = tl.sum(sums[i], axis=1)
+        if narrow(S, STAGE, S.stages[STAGE].k_tiles - 1):
+            y += rests[i]
+        ys = ys + (y,)
     if COLUMNS == 1:
         return ys[0]
     else:

@@ -123,9 +123,8 @@ def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
     else:
         word = tl.zeros_like(a)
         for i in tl.static_range(4):
-            number = SELECT >> (4 * i) & 7
-            source = a if number < 4 else b
-            word |= (source >> (8 * (number % 4)) & 255) << (8 * i)
+            source = a if (SELECT >> (4 * i) & 4) == 0 else b
+            word |= (source >> (8 * (SELECT >> (4 * i) & 3)) & 255) << (8 * i)
         return word
 
 
