@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.request_words import Flag
-from kog_triton.backends.triton.kernel.noise import MAX_DISTANCE, weight
+from kog_triton.backends.triton.kernel.noise import weight
 from kog_triton.backends.triton.kernel.slots import NO_LOGITS, field
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import POLLED, nth, wait_tagged
@@ -26,7 +26,7 @@ OPEN: tl.constexpr = tl.constexpr(2)  # unknown without the cut of top_k, which 
 
 
 @triton.jit
-def four(a, b, c, d):
+def four(a, b=0, c=0, d=0):
     """Four int64 scalars as a tensor."""
     i = tl.arange(0, 4)
     return tl.where(i == 0, a, tl.where(i == 1, b, tl.where(i == 2, c, d)))
@@ -39,7 +39,7 @@ def pick(gathered, which: tl.constexpr):
 
 
 @triton.jit
-def all_gather(values, round, alive, p, S: tl.constexpr, REGION: tl.constexpr):
+def all_gather(values, round, alive, p, S: tl.constexpr, REGION: tl.constexpr = "all_reduce"):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
@@ -82,7 +82,7 @@ def search(keys, weights, target, round, alive, p, S: tl.constexpr):
     for step in range(DIGITS):
         shift = 2 * (DIGITS - 1 - step)
         own = four(0, *[weight_from(keys, weights, cut + (n * one << shift)) for n in (1, 2, 3)])
-        gathered, alive = all_gather(own, round + step, alive, p, S, "all_reduce")
+        gathered, alive = all_gather(own, round + step, alive, p, S)
         reached = (tl.sum(gathered, axis=1) >= target) & (tl.arange(0, 4) > 0)
         cut += tl.sum(reached.to(tl.int64), axis=0) << shift
     return cut, alive
@@ -104,10 +104,8 @@ def survivors(logit, left, top, flags, request, round, alive, p, S: tl.constexpr
         left = left & (keys >= cut)
         round += DIGITS
     if (flags & TOP_P) != 0:
-        whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
-        weights = tl.where(left, weight(whole), 0)
-        own = tl.sum(weights, axis=0)
-        gathered, alive = all_gather(four(own, 0, 0, 0), round, alive, p, S, "all_reduce")
+        weights = tl.where(left, weight(distance), 0)
+        gathered, alive = all_gather(four(tl.sum(weights, axis=0)), round, alive, p, S)
         share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
         target = share_of(tl.sum(pick(gathered, 0), axis=0), share)
         cut, alive = search(keys, weights, target, round + 1, alive, p, S)
@@ -163,7 +161,7 @@ def argmax_of(gathered, S: tl.constexpr):
 def weight_below(top, logit, request):
     """The distance of a logit to the largest one, as a float64, and what it weighs."""
     distance = (top.to(tl.float64) - logit.to(tl.float64)) * wide_field(request, "distance")
-    return distance, weight(tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64))
+    return distance, weight(distance)
 
 
 @triton.jit
@@ -202,13 +200,13 @@ def check_argmax(
             tl.sum(before.to(tl.int64), axis=0),
             tl.sum(left.to(tl.int64), axis=0),
         )
-        gathered, alive = all_gather(own, round, alive, p, S, "all_reduce")
+        gathered, alive = all_gather(own, round, alive, p, S)
         round += 1
         result = verdict(tl.sum(gathered, axis=1), level, top, flags, request)
         going = ((result == FALLS) & (checks < CHECKS)).to(tl.int32)
         if going != 0:
             bits, who = best_candidate(key, logit, before, ids)
-            gathered, alive = all_gather(four(0, 0, bits, who), round, alive, p, S, "all_reduce")
+            gathered, alive = all_gather(four(0, 0, bits, who), round, alive, p, S)
             round += 1
             best_id, level = argmax_of(gathered, S)
             checks += 1

@@ -56,7 +56,7 @@ def quarter(S):
 
 
 @triton.constexpr_function
-def head_rows(S):
+def query_rows(S):
     """Rows of a key/value head: its queries. tl.dot wants 16."""
     return max(16, triton.next_power_of_2(S.heads // S.kv_heads))
 
@@ -148,7 +148,7 @@ def kv_tasks_each(S):
 def attention(constants, layer, it, position, slot, phase, alive, p, S: tl.constexpr):
     """Publish the attention outputs of this block's heads; returns alive."""
     alive = walk_splits(constants, layer, it, position, slot, phase, alive, p, S)
-    return join_heads(constants, layer, position, phase, alive, p, S)
+    return join_heads(constants[0], layer, position, phase, alive, p, S)
 
 
 @triton.jit
@@ -167,13 +167,13 @@ def walk_splits(constants, layer, it, position, slot, phase, alive, p, S: tl.con
 
 
 @triton.jit
-def join_heads(constants, layer, position, phase, alive, p, S: tl.constexpr):
+def join_heads(window, layer, position, phase, alive, p, S: tl.constexpr):
     """Publish the outputs of this block's query heads; returns alive."""
     for i in range(kv_tasks_each(S)):
         kv_task = i * S.group + p.group_index
         if kv_task < S.kv_heads * S.splits:
             task = (kv_task // S.splits, kv_task % S.splits)
-            alive = join_splits(constants, layer, position, task, phase, alive, p, S)
+            alive = join_splits(window, layer, position, task, phase, alive, p, S)
     return alive
 
 
@@ -203,6 +203,14 @@ def num_splits(length, S: tl.constexpr):
         return tl.where(length <= ALONE_STEPS * step_keys(S), 1, several)
     else:
         return several
+
+
+@triton.jit
+def cache_of(head, layer, slot, p, S: tl.constexpr):
+    """Where the keys of a key/value head begin, with its values behind all of them."""
+    home = ((slot * S.num_layers + layer) * S.lanes + p.lane) * S.kv_heads + head
+    # 64-bit: a cache may hold more than 2^31 elements.
+    return p.kv + home.to(tl.int64) * (2 * S.max_context * S.head_dim)
 
 
 @triton.jit
@@ -242,7 +250,7 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
-    G: tl.constexpr = head_rows(S)
+    G: tl.constexpr = query_rows(S)
     FLAT_N: tl.constexpr = step_keys(S)
     DEEP_N: tl.constexpr = max(BLOCK_N, min(256, DEEP_BYTES // (2 * DP)))
     DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
@@ -255,9 +263,7 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     start = first + split * length // used
     end = tl.minimum(first + (split + 1) * length // used, position)
     end = tl.where(split < used, end, start)
-    # 64-bit: a cache may hold more than 2^31 elements.
-    home = ((slot * S.num_layers + layer) * S.lanes + p.lane) * S.kv_heads + head
-    cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
+    cache = cache_of(head, layer, slot, p, S)
     values_at = S.max_context * D
     # On its way while we wait for the queries.
     key, value = load_cached(cache, start, end, S, FLAT_N)
@@ -334,7 +340,7 @@ def joined_values(S):
 
 
 @triton.jit
-def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constexpr):
+def join_splits(window, layer, position, task, phase, alive, p, S: tl.constexpr):
     """Join the splits of this head for the values that are this split's, in use or not, and publish them."""
     head, split = task
     D: tl.constexpr = S.head_dim
@@ -342,7 +348,7 @@ def join_splits(constants, layer, position, task, phase, alive, p, S: tl.constex
     EACH: tl.constexpr = joined_values(S)
     SP: tl.constexpr = max(triton.next_power_of_2(S.splits), POLLED // EACH)
     i, s = split * EACH + tl.arange(0, EACH), tl.arange(0, SP)
-    used = num_splits(num_keys(constants[0], position), S)
+    used = num_splits(num_keys(window, position), S)
     base = p.words + S.region("splits") + (p.lane * S.kv_heads + head) * S.splits * S.split_words
     joins = split * EACH < VALUES
     if walks_alone(S):

@@ -8,7 +8,12 @@ A row's lower and upper half are tensors of their own, [rows, head_dim / 2]: the
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.attention import rotated_pair, softmax_step
+from kog_triton.backends.triton.kernel.attention import (
+    cache_of,
+    query_rows,
+    rotated_pair,
+    softmax_step,
+)
 from kog_triton.backends.triton.kernel.columns import begins, vectors
 from kog_triton.backends.triton.kernel.sync import dot, loop_stages, once
 from kog_triton.backends.triton.kernel.words import in_range
@@ -23,13 +28,8 @@ def half(S):
 
 
 @triton.constexpr_function
-def query_rows(S):
-    """Rows of one task: the queries of `task_tokens` tokens."""
-    return max(16, triton.next_power_of_2(S.heads // S.kv_heads))
-
-
-@triton.constexpr_function
 def task_tokens(S):
+    """Tokens of one task, whose queries are its rows."""
     return query_rows(S) // (S.heads // S.kv_heads)
 
 
@@ -125,9 +125,7 @@ def attend_task(layer, pos, count, slot, head, task, p, S: tl.constexpr):
     total = tl.zeros((ROWS,), tl.float32)
     out = (tl.zeros((ROWS, half(S)), tl.float32), tl.zeros((ROWS, half(S)), tl.float32))
 
-    # 64-bit: a cache may hold more than 2^31 elements.
-    home = ((slot * S.num_layers + layer) * S.lanes + p.lane) * S.kv_heads + head
-    cache = p.kv + home.to(tl.int64) * (2 * S.max_context * D)
+    cache = cache_of(head, layer, slot, p, S)
     VALUES: tl.constexpr = S.max_context * D
     start = tl.where(window > 0, tl.maximum(pos + task * TOKENS + 1 - window, 0), 0)
     for at in tl.range(start, pos, KEYS, num_stages=loop_stages(S)):

@@ -7,12 +7,7 @@ import triton.language as tl
 
 from kog_triton.backends.logprob_words import RECORD_WORDS, TOP
 from kog_triton.backends.triton.kernel.all_reduce import all_gather, four, ordered, pick, unordered
-from kog_triton.backends.triton.kernel.noise import (
-    MAX_DISTANCE,
-    bit_length_64,
-    log2_of_length,
-    weight,
-)
+from kog_triton.backends.triton.kernel.noise import bit_length_64, log2_of_length, weight
 from kog_triton.backends.triton.kernel.slots import MADE, NO_LOGITS, field, mail_of, state_of
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.sampling.fixed import DISTANCE_BITS
@@ -40,9 +35,8 @@ def deliver(logit, own, top, request, round, slot, alive, p, S: tl.constexpr):
     """All of the record but the token's own logit: block 0 writes it down; returns alive."""
     record, number = record_of(slot, p, S)
     distance = (top.to(tl.float64) - logit.to(tl.float64)) * LOG2E_SCALE
-    whole = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
-    share = tl.sum(tl.where(own.mine, weight(whole), 0), axis=0)
-    gathered, alive = all_gather(four(share, 0, 0, 0), round, alive, p, S, "all_reduce")
+    share = tl.sum(tl.where(own.mine, weight(distance), 0), axis=0)
+    gathered, alive = all_gather(four(share), round, alive, p, S)
     if p.block == 0:
         total = tl.sum(pick(gathered, 0), axis=0).to(tl.uint64)
         length = bit_length_64(total)
@@ -53,16 +47,15 @@ def deliver(logit, own, top, request, round, slot, alive, p, S: tl.constexpr):
         best = tl.max(keys, axis=0)
         best_id = tl.min(tl.where(keys == best, own.ids, NO_LOGITS), axis=0)
         # a block that has no candidates left gives zero
-        sent = four(best + 1, best_id.to(tl.int64), 0, 0)
-        gathered, alive = all_gather(sent, round + 1 + k, alive, p, S, "all_reduce")
+        sent = four(best + 1, best_id.to(tl.int64))
+        gathered, alive = all_gather(sent, round + 1 + k, alive, p, S)
         values = pick(gathered, 0)
         largest = tl.max(values, axis=0)
         chosen = tl.min(tl.where(values == largest, pick(gathered, 1), NO_LOGITS), axis=0)
         keys = tl.where(own.ids == chosen, -1, keys)
         if p.block == 0:
-            store_shared(
-                record + FIRST + k, ((chosen + 1) << 32) | float_bits(unordered(largest - 1))
-            )
+            to = record + FIRST + k
+            store_shared(to, ((chosen + 1) << 32) | float_bits(unordered(largest - 1)))
     return alive
 
 
@@ -76,12 +69,12 @@ def deliver_own(token, logit, own, epoch, slot, alive, p, S: tl.constexpr):
         chosen = tl.load(p.logits + token)
         store_shared(record, number | float_bits(chosen))
         key = ordered(chosen) + 1
-    gathered, alive = all_gather(four(key, 0, 0, 0), 2 * epoch, alive, p, S, "rank")
+    gathered, alive = all_gather(four(key), 2 * epoch, alive, p, S, "rank")
     key = tl.sum(pick(gathered, 0), axis=0) - 1  # the other blocks gave zero
     keys = ordered(logit)
     ahead = own.mine & ((keys > key) | ((keys == key) & (own.ids < token)))
     count = tl.sum(ahead.to(tl.int64), axis=0)
-    gathered, alive = all_gather(four(count, 0, 0, 0), 2 * epoch + 1, alive, p, S, "rank")
+    gathered, alive = all_gather(four(count), 2 * epoch + 1, alive, p, S, "rank")
     if p.block == 0:
         store_shared(record + 3, number | (1 + tl.sum(pick(gathered, 0), axis=0)))
     return alive

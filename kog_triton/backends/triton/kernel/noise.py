@@ -97,7 +97,8 @@ def exp2_coefficient(k):
 
 @triton.jit
 def weight(distance):
-    """2^40 * 2^(-distance / 2^26) of int64 distances 0 .. MAX_DISTANCE: int64."""
+    """2^40 * 2^(-distance / 2^26), int64, of float64 distances from 0 on, rounded down and at most MAX_DISTANCE."""
+    distance = tl.minimum(distance, MAX_DISTANCE * 1.0).to(tl.int64)
     x = (distance & 0x3FFFFFF) << 6
     a = x * 0 + exp2_coefficient(7)
     for k in tl.static_range(7):

@@ -49,20 +49,22 @@ def load_embedding(token, p, S: tl.constexpr):
 
 
 @triton.jit
-def load_gains(which, p, S: tl.constexpr):
-    """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
+def load_planes(ptr, S: tl.constexpr):
+    """A float32 vector as wide as the stream, which lies plane behind plane."""
     HALF: tl.constexpr = S.hidden_size // 2
-    if S.lane_norms:
-        ptr = p.gains + (which * S.lanes + p.lane) * S.hidden_size
-    else:
-        ptr = p.gains + which * S.hidden_size
-    gains = ()
+    x = ()
     for c in tl.static_range(plane_tiles(S)):
         j = plane_index(c, S)
         even = tl.load(ptr + j, mask=j < HALF, other=0.0)
-        odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
-        gains = gains + (even, odd)
-    return gains
+        x = x + (even, tl.load(ptr + HALF + j, mask=j < HALF, other=0.0))
+    return x
+
+
+@triton.jit
+def load_gains(which, p, S: tl.constexpr):
+    """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
+    norm = which * S.lanes + p.lane if S.lane_norms else which
+    return load_planes(p.gains + norm * S.hidden_size, S)
 
 
 @triton.jit

@@ -208,9 +208,9 @@ def run_shared_layers(
         for column in range(count):
             apart = (p.group_index + column * APART) % S.group
             at = nth(pos, column)
-            constants = (tl.load(p.windows + layer),)
+            window = tl.load(p.windows + layer)
             here = at_column(p, column, apart, S)
-            alive = join_heads(constants, layer, at, None, alive, here, S)
+            alive = join_heads(window, layer, at, None, alive, here, S)
         alive = met(number, 3, control, layer, alive, p, S)
         stream, alive = shared_module(stream, count, number, layer, alive, p, S, 1, COLUMNS)
         gains = load_gains(2 * layer + 1, p, S)
