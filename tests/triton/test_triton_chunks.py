@@ -281,7 +281,7 @@ FAULTS = {
         memory="stale",
     ),
     "the narrow tiles of a row are read as wide ones": Fault(
-        "columns", "tl.where(k < FIRST[1], at[i], here[i])", "at[i]", case="widths",
+        "columns", "tl.where(k < RUNS[run][1], at[i], here[i])", "at[i]", case="widths",
     ),
     "nobody waits": Fault(
         "chunk", "wait(arrivals, i, S.num_blocks", "wait(arrivals, i, 0",

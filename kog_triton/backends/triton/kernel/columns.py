@@ -89,6 +89,11 @@ READERS = {"x": 0, "attention": 1, "mlp": 3}  # the stage that reads vectors of 
 
 
 @triton.constexpr_function
+def reader(name: str) -> int:
+    return READERS[name]
+
+
+@triton.constexpr_function
 def max_parts(S: Any) -> int:
     return max(parts(S, stage) for stage in WIRED)
 
@@ -104,11 +109,6 @@ def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
         "out": outs * rows * S.hidden_size,
     }
     return floats, {name: rows * width(S, READERS[name]) for name in READERS}
-
-
-@triton.constexpr_function
-def vector_width(S: Any, name: str) -> int:
-    return width(S, READERS[name])
 
 
 @triton.constexpr_function
@@ -132,18 +132,8 @@ def scratch_sizes(tiles: Any) -> tuple[int, int]:
 def vectors(name: tl.constexpr, lane, t, p, S: tl.constexpr):
     """Where vector `t` of a lane begins in a region of `half_chunk`."""
     AT: tl.constexpr = begins(S, name)
-    WIDTH: tl.constexpr = vector_width(S, name)
+    WIDTH: tl.constexpr = width(S, reader(name))
     return p.half_chunk + AT + lane * (S.columns * WIDTH) + t * WIDTH
-
-
-@triton.jit
-def tile_begins(row, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
-    """Where tiles K of rows of the stage begin, from the layer's first weight on, and which row of its tile each is."""
-    T: tl.constexpr = S.stages[STAGE]
-    VALUES: tl.constexpr = tile_values(S, STAGE, K)
-    owner, inner = row // T.block_rows, row % T.block_rows
-    unit, r = inner // T.tile_rows, inner % T.tile_rows
-    return VALUES[0] + (lane * S.group + owner) * VALUES[3] + unit * VALUES[1], r
 
 
 @triton.jit
@@ -154,7 +144,9 @@ def step_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr)
     VALUES: tl.constexpr = tile_values(S, STAGE, K)
     WIDTH: tl.constexpr = 2 * T.widths[K]
     STEP: tl.constexpr = step(S, STAGE)
-    tile, r = tile_begins(row, lane, S, STAGE, K)
+    owner, inner = row // T.block_rows, row % T.block_rows
+    unit, r = inner // T.tile_rows, inner % T.tile_rows  # r: which row of its tile
+    tile = VALUES[0] + (lane * S.group + owner) * VALUES[3] + unit * VALUES[1]
     if T.is_narrow:
         SHAPE: tl.constexpr = shape_of(T, K)
         GROUPS: tl.constexpr = T.codes.groups(WIDTH // 2)
@@ -187,22 +179,15 @@ def step_groups(S, stage):
 @triton.jit
 def weights_at(row, k, lane, S: tl.constexpr, STAGE: tl.constexpr):
     """`step_at` of value k of the rows."""
-    RUNS: tl.constexpr = len(runs(S, STAGE))
+    RUNS: tl.constexpr = runs(S, STAGE)
     at = step_at(row, k, lane, S, STAGE, 0)
-    for run in tl.static_range(1, RUNS):
-        at = narrower_at(at, row, k, lane, S, STAGE, run)
+    for run in tl.static_range(1, len(RUNS)):
+        here = step_at(row, k - RUNS[run][1], lane, S, STAGE, RUNS[run][0])
+        either = ()
+        for i in tl.static_range(len(at)):
+            either = either + (tl.where(k < RUNS[run][1], at[i], here[i]),)
+        at = either
     return at
-
-
-@triton.jit
-def narrower_at(at, row, k, lane, S: tl.constexpr, STAGE: tl.constexpr, RUN: tl.constexpr):
-    """`at` before the run RUN of equally wide tiles along K, from there on where value k stands in these."""
-    FIRST: tl.constexpr = runs(S, STAGE)[RUN]
-    here = step_at(row, k - FIRST[1], lane, S, STAGE, FIRST[0])
-    either = ()
-    for i in tl.static_range(len(at)):
-        either = either + (tl.where(k < FIRST[1], at[i], here[i]),)
-    return either
 
 
 @triton.jit
@@ -226,7 +211,7 @@ def load_weights(base, row, owned, k, lane, S: tl.constexpr, STAGE: tl.constexpr
 
 @triton.jit
 def load_floats(ptr, owned):
-    """Of the groups of rows, [M, groups, 1]."""
+    """Scales or zero points of the groups of rows, [M, groups, 1]."""
     words = tl.load(ptr, mask=owned[:, None], other=0)
     return tl.expand_dims(words.to(tl.float32, bitcast=True), 2)
 
@@ -240,7 +225,7 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
     M: tl.constexpr = row_tile(S, STAGE)
     STEP: tl.constexpr = step(S, STAGE)
     WIDTH: tl.constexpr = width(S, STAGE)
-    STEPS: tl.constexpr = width(S, STAGE) // step(S, STAGE)
+    STEPS: tl.constexpr = WIDTH // STEP
     PARTS: tl.constexpr = parts(S, STAGE)
     COLUMNS: tl.constexpr = S.columns
     t, k = tl.arange(0, COLUMNS), tl.arange(0, STEP)
@@ -255,16 +240,6 @@ def product(x, base, row, owned, lane, part, S: tl.constexpr, STAGE: tl.constexp
 
 
 @triton.jit
-def first_weight(layer, p, S: tl.constexpr, STAGE: tl.constexpr):
-    """Of a layer: a pointer to values, or to words of codes."""
-    first = (layer + tl.zeros((), tl.int64)) * S.layer_words
-    if S.stages[STAGE].is_narrow:
-        return p.weights + first
-    else:
-        return p.half_weights + 2 * first
-
-
-@triton.jit
 def multiply(layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.constexpr):
     """The block's rows of a stage for all columns, each tile of rows handed to STORE: y [columns, M], row, owned .."""
     T: tl.constexpr = S.stages[STAGE]
@@ -273,7 +248,8 @@ def multiply(layer, count, p, S: tl.constexpr, STAGE: tl.constexpr, STORE: tl.co
     TILES: tl.constexpr = (SPAN + M - 1) // M
     PARTS: tl.constexpr = parts(S, STAGE)
     x = vectors(stage_input(STAGE), p.lane, 0, p, S)
-    base = first_weight(layer, p, S, STAGE)
+    first = (layer + tl.zeros((), tl.int64)) * S.layer_words
+    base = p.weights + first if T.is_narrow else p.half_weights + 2 * first
     part = p.group_index % PARTS
     for tile in range(TILES):
         m = tile * M + tl.arange(0, M)
