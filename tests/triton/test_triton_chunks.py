@@ -284,7 +284,7 @@ FAULTS = {
         "columns", "tl.where(k < RUNS[run][1], at[i], here[i])", "at[i]", case="widths",
     ),
     "nobody waits": Fault(
-        "chunk", "wait(arrivals, i, S.num_blocks", "wait(arrivals, i, 0",
+        "chunk", "(i < S.num_blocks)[:, None]", "(i < 0)[:, None]",
     ),
     "one buffer of arrivals": Fault(
         "chunk", "(number & 1) * S.num_blocks\n    phase = ((number >> 1) + 1) & 1",

@@ -239,7 +239,7 @@ FAULTS = {
     ),
     "the value is rotated like a key": Fault(
         "attention", "quarters(w[4], w[5], kv_mask, phase, S), S)",
-        "rotated(quarters(w[4], w[5], kv_mask, phase, S), constants[6], constants, S), S)", "qwen3",
+        "rotated(quarters(w[4], w[5], kv_mask, phase, S), k_gains, rope, S), S)", "qwen3",
     ),
     "a poll tests its first words alone": Fault(
         "words", "lacking = lacking | (ws[i] ^ wanted)", "lacking = lacking", "qwen3",

@@ -87,10 +87,10 @@ def rotated_pair(a, b, cos, sin):
 
 
 @triton.jit
-def rotated(x, gains, constants, S: tl.constexpr):
+def rotated(x, gains, rope, S: tl.constexpr):
     """Quarters of rows, normalized if the model asks, and rotated."""
     a0, a1, b0, b1 = x
-    _, cos0, cos1, sin0, sin1, _, _ = constants
+    cos0, cos1, sin0, sin1 = rope
     if S.qk_norm:
         square = tl.sum(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, axis=1, keep_dims=True)
         scale = tl.rsqrt(square / S.head_dim + S.norm_eps)
@@ -118,24 +118,22 @@ def four_quarters(ptr, S: tl.constexpr):
     """A head's float32 values in four tensors [1, n]."""
     j = tl.arange(0, quarter(S))[None, :]
     inside = j < S.head_dim // 4
-    out = ()
-    for i in tl.static_range(4):
-        at = ptr + i // 2 * (S.head_dim // 2) + 2 * j + i % 2
-        out = out + (tl.load(at, mask=inside, other=0.0),)
-    return out
+    return [
+        tl.load(ptr + i // 2 * (S.head_dim // 2) + 2 * j + i % 2, mask=inside, other=0.0)
+        for i in (0, 1, 2, 3)
+    ]
 
 
 @triton.jit
 def ask_constants(layer, position, p, S: tl.constexpr):
     """What attention needs and no block sends, asked for early: window, cosines, sines, gains of queries and keys."""
     window = tl.load(p.windows + layer)
-    cos0, cos1, sin0, sin1 = four_quarters(p.rope + position * S.head_dim, S)
+    rope = four_quarters(p.rope + position * S.head_dim, S)
     if S.qk_norm:
         gains = p.qk_gains + layer * 2 * S.head_dim
-        q_gains, k_gains = four_quarters(gains, S), four_quarters(gains + S.head_dim, S)
-        return window, cos0, cos1, sin0, sin1, q_gains, k_gains
+        return window, rope, four_quarters(gains, S), four_quarters(gains + S.head_dim, S)
     else:
-        return window, cos0, cos1, sin0, sin1, 0, 0
+        return window, rope, 0, 0
 
 
 @triton.constexpr_function
@@ -247,6 +245,7 @@ def add_keys(q, top, total, out, key, value, at, end, S: tl.constexpr, N: tl.con
 def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.constexpr):
     """One key/value head over one split of positions [first, position]."""
     head, split = task
+    window, rope, q_gains, k_gains = constants
     D: tl.constexpr = S.head_dim
     GROUP: tl.constexpr = S.heads // S.kv_heads
     DP: tl.constexpr = 4 * quarter(S)
@@ -256,7 +255,7 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
     DEEP: tl.constexpr = S.max_context > FEW  # without, the compiler leaves the long walk out
     g, j = tl.arange(0, G), tl.arange(0, quarter(S))[None, :]
     i, inside = element(tl.arange(0, DP), S)
-    length = num_keys(constants[0], position)
+    length = num_keys(window, position)
     first = position + 1 - length
     used = num_splits(length, S)
     # [start, end) of the cached positions of this split; the newest is not in the cache yet.
@@ -287,10 +286,10 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
             record_more(words + (S.heads + head) * run, run, S.kv_heads * run, 2, p)
     alive = tl.where(bad != 0, 0, alive)
     stamp(p, it, 2, S)
-    q = assembled(rotated(quarters(w[0], w[1], mask, phase, S), constants[5], constants, S), S)
+    q = assembled(rotated(quarters(w[0], w[1], mask, phase, S), q_gains, rope, S), S)
     q = q * (D**-0.5 * 1.4426950408889634)  # scores in powers of two
     # The new key and value as everybody will read them from the cache: rounded.
-    k = assembled(rotated(quarters(w[2], w[3], kv_mask, phase, S), constants[6], constants, S), S)
+    k = assembled(rotated(quarters(w[2], w[3], kv_mask, phase, S), k_gains, rope, S), S)
     v = assembled(quarters(w[4], w[5], kv_mask, phase, S), S)
     k16 = in_range(k, S).to(p.kv.dtype.element_ty)
     v16 = v.to(p.kv.dtype.element_ty)

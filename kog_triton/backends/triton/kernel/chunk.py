@@ -36,7 +36,7 @@ from kog_triton.backends.triton.kernel.slots import (
     state_of,
 )
 from kog_triton.backends.triton.kernel.sync import meet, order, store_shared
-from kog_triton.backends.triton.kernel.words import in_range, wait
+from kog_triton.backends.triton.kernel.words import in_range, settle, wait_all
 
 STEPS: tl.constexpr = tl.constexpr(7)  # of a layer
 # Tokens that get a pass of their own. It takes as long as two passes of one token (Llama-3.2-1B on one H200: 1.05 ms,
@@ -57,7 +57,11 @@ def gather(number, say, layer, alive, p, S: tl.constexpr):
     phase = ((number >> 1) + 1) & 1
     store_shared(arrivals + p.block, (say << 1) | phase)
     i = tl.arange(0, NB)
-    said, alive = wait(arrivals, i, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S)
+    ptrs, masks = ((arrivals + i)[:, None],), ((i < S.num_blocks)[:, None],)
+    ws, alive = wait_all(
+        ptrs, masks, arrivals, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S
+    )
+    said = tl.max(settle(ws[0]), axis=1)
     order(p.fences + p.block * 32, S)
     return tl.sum(tl.where(i == 0, said, 0), axis=0) >> 1, alive
 

@@ -55,11 +55,10 @@ HIGH_FOUR: tl.constexpr = tl.constexpr(-0x0F0F0F10)  # the four highest
 @triton.jit
 def e4m3_values(w):
     """The four E4M3 codes of each word, float32."""
-    values = ()
-    for i in tl.static_range(4):
-        bits = ((w << (24 - 8 * i)) >> 4) & E4M3_BITS
-        values = values + (bits.to(tl.float32, bitcast=True) * E4M3_UNIT,)
-    return values
+    return [
+        (((w << (24 - 8 * i)) >> 4) & E4M3_BITS).to(tl.float32, bitcast=True) * E4M3_UNIT
+        for i in (0, 1, 2, 3)
+    ]
 
 
 @triton.jit
@@ -220,9 +219,7 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
             vs = (low(parts[0], S), low(parts[1], S), low(parts[2], S), low(parts[3], S))
         else:
             vs = (high(parts[0], S), high(parts[1], S), high(parts[2], S), high(parts[3], S))
-        us = ()
-        for n in tl.static_range(4):
-            us = us + (tl.fma(vs[n], inverse, rounder).to(tl.int32, bitcast=True),)
+        us = [tl.fma(v, inverse, rounder).to(tl.int32, bitcast=True) for v in vs]
         first, second = bytes_of(us[0], us[1], 0x5140, S), bytes_of(us[2], us[3], 0x5140, S)
         highs = bytes_of(first, second, 0x7632, S)
         lows = bytes_of(first, second, 0x5410, S) ^ SIGN_EACH
@@ -320,7 +317,14 @@ def sums_of_lines(t, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr, AXIS: tl
         return t
     elif PARTS == 1:
         return tl.expand_dims(tl.sum(t, axis=AXIS), AXIS)
-    elif AXIS == 1:
+    else:
+        return sums_of_parts(t, PARTS, AXIS)
+
+
+@triton.jit
+def sums_of_parts(t, PARTS: tl.constexpr, AXIS: tl.constexpr):
+    """t, whose dimension AXIS is lines, with one for each of PARTS, which take turns."""
+    if AXIS == 1:
         return tl.sum(tl.reshape(t, (t.shape[0], t.shape[1] // PARTS, PARTS, t.shape[2])), axis=1)
     else:
         return tl.sum(tl.reshape(t, (t.shape[0] // PARTS, PARTS, t.shape[1], t.shape[2])), axis=0)

@@ -25,6 +25,7 @@ from kog_triton.backends.triton.kernel.codes import (
     split_lines,
     stacked,
     sums_of_codes,
+    sums_of_parts,
     with_scales,
 )
 from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
@@ -213,14 +214,11 @@ def by_thread(sums, PARTS: tl.constexpr):
     """Sums of lines, added up for each of PARTS: [tile_rows, parts of a row]."""
     if PARTS == 1:
         return tl.sum(sums, axis=LINES_AXIS)
-    elif LINES_AXIS == 1:
-        SPLIT: tl.constexpr = (sums.shape[0], sums.shape[1] // PARTS, PARTS, sums.shape[2])
-        sums = tl.sum(tl.reshape(sums, SPLIT), axis=1)
-        return tl.reshape(sums, (SPLIT[0], PARTS * SPLIT[3]))
     else:
-        SPLIT: tl.constexpr = (sums.shape[0] // PARTS, PARTS, sums.shape[1], sums.shape[2])
-        sums = tl.trans(tl.sum(tl.reshape(sums, SPLIT), axis=0), (1, 0, 2))
-        return tl.reshape(sums, (SPLIT[2], PARTS * SPLIT[3]))
+        sums = sums_of_parts(sums, PARTS, LINES_AXIS)
+        if LINES_AXIS == 0:
+            sums = tl.trans(sums, (1, 0, 2))
+        return tl.reshape(sums, (sums.shape[0], PARTS * sums.shape[2]))
 
 
 # ---- sums of rows: a tuple of tensors, one a column; those that are next to grow stand first, then they go last ----

@@ -350,14 +350,6 @@ def wait_tagged(ptr, mask, number, alive, reason: tl.constexpr, p, S: tl.constex
 
 
 @triton.jit
-def wait(base, index, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
-    """The `count` words from `base` on, at [n] indices of which more may be masked, once all carry `phase`."""
-    ptr, mask = (base + index)[:, None], (index < count)[:, None]
-    ws, alive = wait_all((ptr,), (mask,), base, count, phase, alive, reason, layer, p, S)
-    return tl.max(settle(ws[0]), axis=1), alive
-
-
-@triton.jit
 def wait_planes(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
     """The planes of a vector as wide as the residual stream, once all its words carry `phase`."""
     HALF: tl.constexpr = S.hidden_size // 2
