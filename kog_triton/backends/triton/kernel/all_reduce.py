@@ -89,12 +89,18 @@ def search(keys, weights, target, round, alive, p, S: tl.constexpr):
 
 
 @triton.jit
+def distance_below(top, logit, request):
+    """Of a logit from the largest one: float64, in what `weight` takes."""
+    return (top.to(tl.float64) - logit.to(tl.float64)) * wide_field(request, "distance")
+
+
+@triton.jit
 def survivors(logit, left, top, flags, request, round, alive, p, S: tl.constexpr):
     """Which of the ids that are `left` survive min_p, top_k and top_p, the round after, and alive.
 
     `top` is the largest logit of all blocks, `round` the first that is free.
     """
-    distance = (top.to(tl.float64) - logit.to(tl.float64)) * wide_field(request, "distance")
+    distance = distance_below(top, logit, request)
     left = left & (distance < wide_field(request, "min_p"))
     keys = ordered(logit)
     top_k = tl.load(request + field("top_k"))
@@ -158,17 +164,11 @@ def argmax_of(gathered, S: tl.constexpr):
 
 
 @triton.jit
-def weight_below(top, logit, request):
-    """The distance of a logit to the largest one, as a float64, and what it weighs."""
-    distance = (top.to(tl.float64) - logit.to(tl.float64)) * wide_field(request, "distance")
-    return distance, weight(distance)
-
-
-@triton.jit
 def verdict(sums, level, top, flags, request):
     """Whether the argmax survives. `sums`: weights of larger logits and of all ids, and how many those are."""
     before, total, first, count = [nth(sums, i) for i in (0, 1, 2, 3)]
-    distance, own = weight_below(top, unordered(level), request)
+    distance = distance_below(top, unordered(level), request)
+    own = weight(distance)
     k = tl.load(request + field("top_k")).to(tl.int64)
     share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
     has_k, has_p = (k > 0) & (count > k), (flags & TOP_P) != 0
@@ -185,7 +185,8 @@ def check_argmax(
 ):
     """The last argmax checked, its verdict, the round after, and alive. `gathered`: every block's best candidate."""
     best_id, level = argmax_of(gathered, S)
-    distance, weights = weight_below(top, logit, request)
+    distance = distance_below(top, logit, request)
+    weights = weight(distance)
     left = left & (distance < wide_field(request, "min_p"))
     weights = tl.where(left, weights, 0)
     keys = ordered(logit)

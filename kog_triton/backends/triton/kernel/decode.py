@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.chunk import run_prompts, run_prompts_apart
-from kog_triton.backends.triton.kernel.head import choose, keep, logits_row, no_candidate, score
+from kog_triton.backends.triton.kernel.head import choose, keep, no_candidate, score
 from kog_triton.backends.triton.kernel.layer import run_layer
 from kog_triton.backends.triton.kernel.matvec import either, first_tiles
 from kog_triton.backends.triton.kernel.pointers import given
@@ -86,7 +86,8 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         best, best_id = no_candidate(p)
         if scores:
             heads += 1
-            row = logits_row(slot, pos, p, S)
+            keeps = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
+            row = tl.where(keeps, pos - tl.load(request + field("first")), 0)
             scoring = (head, layers, fetched)
             scoring, alive = score(x, gains, row, heads, scoring, alive, p, S)
             fetched = scoring[2]

@@ -30,7 +30,7 @@ from kog_triton.backends.triton.kernel.logprobs import deliver, deliver_own
 from kog_triton.backends.triton.kernel.matvec import first_tiles, rowwise
 from kog_triton.backends.triton.kernel.residual import add_planes, rms_norm, rounded
 from kog_triton.backends.triton.kernel.sample import best_of, keys_of
-from kog_triton.backends.triton.kernel.slots import ALL_LOGITS, EDITED, NO_LOGITS, field, request_of
+from kog_triton.backends.triton.kernel.slots import EDITED, NO_LOGITS, field, request_of
 from kog_triton.backends.triton.kernel.sync import meet, store_shared
 from kog_triton.backends.triton.kernel.words import (
     in_columns,
@@ -268,11 +268,3 @@ def keep(token, epoch, slot, alive, p, S: tl.constexpr):
 def no_candidate(p):
     """What a pass without a choice publishes."""
     return (p.block * 0).to(tl.float64) - float("inf"), p.block * 0 + NO_LOGITS
-
-
-@triton.jit
-def logits_row(slot, position, p, S: tl.constexpr):
-    """The row of p.logits for the pass at `position`."""
-    request = request_of(slot, p, S)
-    keeps = (tl.load(request + field("flags")) & ALL_LOGITS) != 0
-    return tl.where(keeps, position - tl.load(request + field("first")), 0)

@@ -38,10 +38,10 @@ HELD_WORDS: tl.constexpr = tl.constexpr(2048)
 # Iterations of the loop over a shared step's columns, of 16-bit weights: columns of one iteration are written out, with
 # weights unpacked once for them. Without a loop the compiler keeps operands of all of them at once (1B of four columns
 # on sm_90: 1,672 bytes of stack).
-COLUMN_LOOP = 2
+COLUMN_LOOP: tl.constexpr = tl.constexpr(2)
 # Columns of an iteration of narrow weights, at most: four took 232 bytes of stack, and 337 s to compile for 179
 # (benchmarks/triton-log.md#narrow-columns).
-NARROW_COLUMNS = 2
+NARROW_COLUMNS: tl.constexpr = tl.constexpr(2)
 
 asked_by = triton.constexpr_function(Tiles.asked_by)
 place = triton.constexpr_function(StageTiles.place)
@@ -70,13 +70,6 @@ def sums_width(S, stage, k=0):
     """Sums of a row that threads keep: those of tile k."""
     T = S.stages[stage]
     return split_lines(S, T, k) * min(T.stored_width(k), LINE.value) // 4
-
-
-@triton.constexpr_function
-def written_out(S, stage, columns):
-    """Columns of one iteration."""
-    count = columns // COLUMN_LOOP
-    return min(count, NARROW_COLUMNS) if S.stages[stage].is_narrow else count
 
 
 @triton.constexpr_function
@@ -176,13 +169,6 @@ def load_operands(xs, column, S: tl.constexpr, STAGE: tl.constexpr, K: tl.conste
 
 
 @triton.jit
-def products(w, x, S: tl.constexpr):
-    """Of the halves of words w, a tile, and x: [lines, LINE], or one for each of COPIES rows; w's shape and 2."""
-    x = for_rows(x, w.shape[1 - LINES_AXIS])
-    return tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
-
-
-@triton.jit
 def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     """Products of tile K and words x, as far as a thread can sum them alone, [tile_rows, parts of them], and what they
     are to be multiplied by: a tuple of one or both."""
@@ -190,16 +176,18 @@ def multiply(w, x, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr):
     PARTS: tl.constexpr = split_lines(S, T, K)
     if T.is_narrow:
         sums, factor = sums_of_codes(w, x, S, T, K)
-        if (
-            sets_of(T, K) > 1 and shape_of(T, K)[0] > PARTS
-        ):  # lines that are added have factors of their own
-            return (by_thread(rounded_product(sums, tl.broadcast_to(factor, sums.shape)), PARTS),)
+        factor = tl.broadcast_to(factor, sums.shape)
+        # Lines that are added have factors of their own.
+        if sets_of(T, K) > 1 and shape_of(T, K)[0] > PARTS:
+            return (by_thread(rounded_product(sums, factor), PARTS),)
         else:
-            return by_thread(sums, PARTS), by_thread(tl.broadcast_to(factor, sums.shape), PARTS)
+            return by_thread(sums, PARTS), by_thread(factor, PARTS)
     else:
+        x = for_rows(x, T.tile_rows)
+        both = tl.join(low(w, S) * low(x, S), high(w, S) * high(x, S))
         # Eight products of a thread in a row, each added to the sum of those before it by one instruction.
         SHAPE: tl.constexpr = (w.shape[0], w.shape[1], w.shape[2] // 4, 8)
-        return (by_thread(tl.sum(tl.reshape(products(w, x, S), SHAPE), axis=3), PARTS),)
+        return (by_thread(tl.sum(tl.reshape(both, SHAPE), axis=3), PARTS),)
 
 
 @triton.jit
@@ -288,7 +276,8 @@ def add_tile(
     if COLUMNS == 1:
         return add_part(sums, rests, w, xs, S, STAGE, K)
     else:
-        GROUP: tl.constexpr = written_out(S, STAGE, COLUMNS)
+        MOST: tl.constexpr = NARROW_COLUMNS if S.stages[STAGE].is_narrow else COLUMNS
+        GROUP: tl.constexpr = min(COLUMNS // COLUMN_LOOP, MOST)
         for column in range(0, COLUMNS, GROUP):
             for i in tl.static_range(GROUP):
                 x = load_operands(xs, column + i, S, STAGE, K)
