@@ -49,22 +49,18 @@ def load_embedding(token, p, S: tl.constexpr):
 
 
 @triton.jit
-def load_planes(ptr, S: tl.constexpr):
-    """A float32 vector as wide as the stream, which lies plane behind plane."""
+def load_gains(which, p, S: tl.constexpr):
+    """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
     HALF: tl.constexpr = S.hidden_size // 2
-    x = ()
+    norm = which * S.lanes + p.lane if S.lane_norms else which
+    ptr = p.gains + norm * S.hidden_size
+    gains = ()
     for c in tl.static_range(plane_tiles(S)):
         j = plane_index(c, S)
         even = tl.load(ptr + j, mask=j < HALF, other=0.0)
-        x = x + (even, tl.load(ptr + HALF + j, mask=j < HALF, other=0.0))
-    return x
-
-
-@triton.jit
-def load_gains(which, p, S: tl.constexpr):
-    """Gains of one norm (two a layer, then the last) as planes; asked for before a wait, used after it."""
-    norm = which * S.lanes + p.lane if S.lane_norms else which
-    return load_planes(p.gains + norm * S.hidden_size, S)
+        odd = tl.load(ptr + HALF + j, mask=j < HALF, other=0.0)
+        gains = gains + (even, odd)
+    return gains
 
 
 @triton.jit

@@ -21,19 +21,25 @@ from kog_triton.backends.triton.kernel.head import (
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, module, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import first_tiles, rowwise
 from kog_triton.backends.triton.kernel.pointers import given
-from kog_triton.backends.triton.kernel.residual import (
-    load_embedding,
-    load_gains,
-    load_planes,
-    rms_norm,
-    rounded,
-)
+from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains, rms_norm, rounded
 from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
 
 @triton.jit
+def load_stream(x, p, S: tl.constexpr):
+    """Planes of float32 [lanes, 2, hidden / 2]."""
+    HALF: tl.constexpr = S.hidden_size // 2
+    out = ()
+    for c in tl.static_range(2 * plane_tiles(S)):
+        j = plane_index(c // 2, S)
+        at = x + p.lane * S.hidden_size + c % 2 * HALF
+        out = out + (tl.load(at + j, mask=j < HALF, other=0.0),)
+    return out
+
+
+@triton.jit
 def store_stream(out, x, p, S: tl.constexpr):
-    """Planes x to `out`, float32 [lanes, 2, hidden / 2], by one block of the lane."""
+    """Planes x to `out`, as `load_stream` reads them; by one block of the lane."""
     HALF: tl.constexpr = S.hidden_size // 2
     for c in tl.static_range(2 * plane_tiles(S)):
         j = plane_index(c // 2, S)
@@ -52,7 +58,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     layers = p.weights + tl.zeros((), tl.int64)
     base = layers + layer * S.layer_words
     head = layers + S.num_layers * S.layer_words
-    stream = load_planes(x + p.lane * S.hidden_size, S)
+    stream = load_stream(x, p, S)
     if STAGE == "embed":
         stream = load_embedding(token, p, S)
         store_stream(out, stream, p, S)
