@@ -39,7 +39,7 @@ def pick(gathered, which: tl.constexpr):
 
 
 @triton.jit
-def all_gather(values, round, alive, p, S: tl.constexpr, REGION: tl.constexpr = "all_reduce"):
+def all_gather(values, round, alive, p, S: tl.constexpr, REGION: tl.constexpr):
     """Every block's `values` (int64 [4]): [4, blocks padded with zeros], and alive."""
     NB: tl.constexpr = max(triton.next_power_of_2(S.num_blocks), POLLED // 8)
     tag = round.to(tl.int64)
@@ -82,7 +82,7 @@ def search(keys, weights, target, round, alive, p, S: tl.constexpr):
     for step in range(DIGITS):
         shift = 2 * (DIGITS - 1 - step)
         own = four(0, *[weight_from(keys, weights, cut + (n * one << shift)) for n in (1, 2, 3)])
-        gathered, alive = all_gather(own, round + step, alive, p, S)
+        gathered, alive = all_gather(own, round + step, alive, p, S, "all_reduce")
         reached = (tl.sum(gathered, axis=1) >= target) & (tl.arange(0, 4) > 0)
         cut += tl.sum(reached.to(tl.int64), axis=0) << shift
     return cut, alive
@@ -111,7 +111,9 @@ def survivors(logit, left, top, flags, request, round, alive, p, S: tl.constexpr
         round += DIGITS
     if (flags & TOP_P) != 0:
         weights = tl.where(left, weight(distance), 0)
-        gathered, alive = all_gather(four(tl.sum(weights, axis=0)), round, alive, p, S)
+        gathered, alive = all_gather(
+            four(tl.sum(weights, axis=0)), round, alive, p, S, "all_reduce"
+        )
         share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
         target = share_of(tl.sum(pick(gathered, 0), axis=0), share)
         cut, alive = search(keys, weights, target, round + 1, alive, p, S)
@@ -201,13 +203,13 @@ def check_argmax(
             tl.sum(before.to(tl.int64), axis=0),
             tl.sum(left.to(tl.int64), axis=0),
         )
-        gathered, alive = all_gather(own, round, alive, p, S)
+        gathered, alive = all_gather(own, round, alive, p, S, "all_reduce")
         round += 1
         result = verdict(tl.sum(gathered, axis=1), level, top, flags, request)
         going = ((result == FALLS) & (checks < CHECKS)).to(tl.int32)
         if going != 0:
             bits, who = best_candidate(key, logit, before, ids)
-            gathered, alive = all_gather(four(0, 0, bits, who), round, alive, p, S)
+            gathered, alive = all_gather(four(0, 0, bits, who), round, alive, p, S, "all_reduce")
             round += 1
             best_id, level = argmax_of(gathered, S)
             checks += 1

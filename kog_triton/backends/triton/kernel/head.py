@@ -233,7 +233,7 @@ def by_the_rules(raw, own, position, epoch, slot, alive, p, S: tl.constexpr):
         round = epoch * ROUNDS
         bits, who = best_candidate(key, logit, left, own.ids)
         best = four(ordered(tl.max(logit, axis=0)), ordered(tl.max(raw, axis=0)), bits, who)
-        gathered, alive = all_gather(best, round, alive, p, S)
+        gathered, alive = all_gather(best, round, alive, p, S, "all_reduce")
         round += 1
         if (flags & CUT) != 0:
             top = unordered(tl.max(pick(gathered, 0), axis=0))

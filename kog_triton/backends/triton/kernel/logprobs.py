@@ -36,7 +36,7 @@ def deliver(logit, own, top, request, round, slot, alive, p, S: tl.constexpr):
     record, number = record_of(slot, p, S)
     distance = (top.to(tl.float64) - logit.to(tl.float64)) * LOG2E_SCALE
     share = tl.sum(tl.where(own.mine, weight(distance), 0), axis=0)
-    gathered, alive = all_gather(four(share), round, alive, p, S)
+    gathered, alive = all_gather(four(share), round, alive, p, S, "all_reduce")
     if p.block == 0:
         total = tl.sum(pick(gathered, 0), axis=0).to(tl.uint64)
         length = bit_length_64(total)
@@ -48,7 +48,7 @@ def deliver(logit, own, top, request, round, slot, alive, p, S: tl.constexpr):
         best_id = tl.min(tl.where(keys == best, own.ids, NO_LOGITS), axis=0)
         # a block that has no candidates left gives zero
         sent = four(best + 1, best_id.to(tl.int64))
-        gathered, alive = all_gather(sent, round + 1 + k, alive, p, S)
+        gathered, alive = all_gather(sent, round + 1 + k, alive, p, S, "all_reduce")
         values = pick(gathered, 0)
         largest = tl.max(values, axis=0)
         chosen = tl.min(tl.where(values == largest, pick(gathered, 1), NO_LOGITS), axis=0)

@@ -185,8 +185,8 @@ def halves_of_e4m3(w, S: tl.constexpr):
     if S.vendor == "nvidia":
         APART: tl.constexpr = "{\n.reg .b16 first, last;\nmov.b32 {first, last}, $2;\n"
         BOTH: tl.constexpr = "cvt.rn.f16x2.e4m3x2 $0, first;\ncvt.rn.f16x2.e4m3x2 $1, last;\n}"
-        two = (tl.int32, tl.int32)
-        return tl.inline_asm_elementwise(APART + BOTH, "=r,=r,r", [w], two, True, 1)
+        TEXT: tl.constexpr = APART + BOTH
+        return tl.inline_asm_elementwise(TEXT, "=r,=r,r", [w], (tl.int32, tl.int32), True, 1)
     else:
         pairs = ()
         for i in tl.static_range(2):
