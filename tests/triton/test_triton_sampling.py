@@ -259,7 +259,9 @@ FAULTS = {
     "a share of all, not of the top_k": (
         "all_reduce", "where(is_open, OPEN,", "where(is_open, SURVIVES,", "cuts, flat",
     ),
-    "weights ignore the cut before": ("all_reduce", "tl.where(left, weight(distance), 0)", "weight(distance)", "all cuts"),
+    "weights ignore the cut before": (
+        "all_reduce", "tl.where(left, weight(distance), 0)", "weight(distance)", "all cuts",
+    ),
 }  # fmt: skip
 
 
