@@ -14,16 +14,35 @@
 
 constexpr u64 LINE = 128;
 
-struct Line {
+class Line {
+  public:
     u64 number = 0, epoch = 0;  // valid while the epoch is the cache's
     bool dirty = false;
     u8 bytes[LINE];
-    u8 written[LINE];
+
+    bool written(u64 k) const { return written_ >> k & 1; }
+    void mark(u64 first, u64 count) { written_ |= bits(first, count); }
+    void unmark(u64 first, u64 count) { written_ &= ~bits(first, count); }
+    void unmark() { written_ = 0; }
+    // All but what was written here.
+    void refresh(const u8* now) {
+        if (!written_) {
+            std::memcpy(bytes, now, LINE);
+            return;
+        }
+        for (u64 k = 0; k < LINE; k++)
+            if (!written(k)) bytes[k] = now[k];
+    }
+
+  private:
+    using u128 = unsigned __int128;
+    static u128 bits(u64 first, u64 count) { return ((u128(1) << count) - 1) << first; }  // of less than a line
+    u128 written_ = 0;  // a bit for each byte
 };
 
 class Cache {
   public:
-    explicit Cache(size_t lines) : lines_(lines) {}
+    explicit Cache(size_t lines) : lines_(lines), mask_(lines - 1) {}  // a power of two
     Line* find(u64 number) {
         Line& line = at(number);
         return line.epoch == epoch_ && line.number == number ? &line : nullptr;
@@ -35,11 +54,11 @@ class Cache {
         line.number = number;
         line.epoch = epoch_;
         line.dirty = false;
-        std::memset(line.written, 0, LINE);
+        line.unmark();
         return line;
     }
     void mark(Line& line, u64 first, u64 count) {
-        std::memset(line.written + first, 1, count);
+        line.mark(first, count);
         if (!line.dirty) dirty_.push_back(size_t(&line - lines_.data()));
         line.dirty = true;
     }
@@ -56,7 +75,7 @@ class Cache {
     template <class Write> void clean(Line& line, Write write) {
         write(line);
         line.dirty = false;
-        std::memset(line.written, 0, LINE);
+        line.unmark();
     }
     // Forget every byte that was not written here; `refresh` brings the others of a dirty line up to date.
     template <class Refresh> void invalidate(Refresh refresh) {
@@ -84,8 +103,9 @@ class Cache {
     }
 
   private:
-    Line& at(u64 number) { return lines_[(number * 0x9E3779B97F4A7C15ull >> 20) % lines_.size()]; }
+    Line& at(u64 number) { return lines_[(number * 0x9E3779B97F4A7C15ull >> 20) & mask_]; }
     std::vector<Line> lines_;
+    size_t mask_;
     std::vector<size_t> dirty_;
     u64 epoch_ = 1;
 };

@@ -40,19 +40,40 @@ std::string where(const Machine& m) {
 // Of a workgroup whose waves have ended: perhaps perform what one has in flight. Whether nothing is left.
 bool settled(Machine& m, Workgroup& g) {
     for (Wave& w : g.waves)
-        for (Flight& f : w.vector_queue)
-            if (!f.performed) {
-                perform(m, w, f, m.random.chance(EVEN));
+        for (auto& f : w.vector_queue)
+            if (!f->performed) {
+                perform(m, w, *f, m.random.chance(EVEN));
                 return false;
             }
     return true;
+}
+
+void halt(Wave& w, Wave::State state) {
+    w.state = state;
+    w.group->running &= ~(u64(1) << w.index);
+}
+
+// All that are at a barrier.
+void go_on(Workgroup& g) {
+    for (Wave& w : g.waves)
+        if (w.state == Wave::AT_BARRIER) {
+            w.state = Wave::RUNNING;
+            g.running |= u64(1) << w.index;
+        }
+}
+
+// The n-th of those that run.
+Wave& running(Workgroup& g, u32 n) {
+    u64 left = g.running;
+    for (; n; n--) left &= left - 1;
+    return g.waves[__builtin_ctzll(left)];
 }
 
 // A wave's turn: as many instructions as the quantum allows.
 void run_wave(Machine& m, Wave& w) {
     bool adversarial = m.options.adversarial;
     if (adversarial)
-        for (Wave& other : w.group->waves) stir(m, other);
+        for (u64 left = w.group->flying; left; left &= left - 1) stir(m, w.group->waves[__builtin_ctzll(left)]);
     for (u32 left = 1 + m.random.below(u32(m.options.quantum)); left && w.state == Wave::RUNNING; left--) {
         const Inst& i = m.code[w.pc];
         m.executed[w.pc]++;
@@ -74,20 +95,18 @@ u32 hardware_register(Machine&, const Wave& w, int id) {
 }
 
 void meet_at_barrier(Machine&, Wave& w) {
-    w.state = Wave::AT_BARRIER;
-    for (const Wave& other : w.group->waves)
-        if (other.state == Wave::RUNNING) return;
+    halt(w, Wave::AT_BARRIER);
+    if (w.group->running) return;
     for (const Wave& other : w.group->waves)  // a barrier is convergent: compilers never put two in place of one
         if (other.state == Wave::AT_BARRIER && other.pc != w.pc)
             throw Fault("waves of a workgroup meet at different barriers: their branches differ");
     w.group->barriers++;
-    for (Wave& other : w.group->waves)
-        if (other.state == Wave::AT_BARRIER) other.state = Wave::RUNNING;
+    go_on(*w.group);
 }
 
 namespace {
 void note_in_flight(Machine& m, const Wave& w, int vector) {
-    auto wide = [](const Flight& f) { return f.kind == Flight::LOAD && f.bytes == 16; };
+    auto wide = [](const auto& f) { return f->kind == Flight::LOAD && f->bytes == 16; };
     const u32 count = u32(std::count_if(w.vector_queue.begin(), w.vector_queue.end(), wide));
     auto& most = m.most[w.pc - 1];
     most.vector = std::max(most.vector, u32(w.vector_queue.size()));
@@ -102,7 +121,7 @@ void note_in_flight(Machine& m, const Wave& w, int vector) {
 
 void wait_for(Machine& m, Wave& w, int vector, int scalar) {
     if (!m.options.adversarial) return;
-    auto under_way = [](const Flight& f) { return !f.performed; };
+    auto under_way = [](const auto& f) { return !f->performed; };
     if (w.vector_queue.size() > size_t(vector) && m.random.chance(m.options.early) &&
         std::any_of(w.vector_queue.begin(), w.vector_queue.end() - vector, under_way)) {
         w.pc--;  // others go on meanwhile
@@ -117,12 +136,8 @@ void wait_for(Machine& m, Wave& w, int vector, int scalar) {
 
 // What the wave has in flight outlives it.
 void end_wave(Machine&, Wave& w) {
-    w.state = Wave::ENDED;
-    bool any = false;
-    for (const Wave& other : w.group->waves) any |= other.state == Wave::RUNNING;
-    if (!any)
-        for (Wave& other : w.group->waves)
-            if (other.state == Wave::AT_BARRIER) other.state = Wave::RUNNING;
+    halt(w, Wave::ENDED);
+    if (!w.group->running) go_on(*w.group);
 }
 
 extern "C" {
@@ -162,6 +177,8 @@ void gfx_workgroup(Machine* m, int gpu, int xcd, const i32* block, int lds_bytes
     for (size_t k = 0; k < g.waves.size(); k++) {
         Wave& w = g.waves[k];
         w.group = &g;
+        w.index = int(k);
+        g.running |= u64(1) << k;
         w.pc = entry;
         for (int s = 0; s < count; s++) w.set_word(s, sgprs[s]);
         u64 exec = 0;
@@ -198,15 +215,11 @@ int gfx_run(Machine* m, u64 budget) {
             size_t k = m->random.below(u32(live.size()));
             if (live[k] == held && m->steps < held_until && live.size() > 1) k = (k + 1) % live.size();
             Workgroup& g = *live[k];
-            Wave* running[64];
-            u32 count = 0;
-            for (Wave& w : g.waves)
-                if (w.state == Wave::RUNNING) running[count++] = &w;
-            if (!count) {
+            if (!g.running) {
                 if (settled(*m, g)) live.erase(live.begin() + long(k));
                 continue;
             }
-            now = running[m->random.below(count)];
+            now = &running(g, m->random.below(u32(__builtin_popcountll(g.running))));
             run_wave(*m, *now);
         }
         if (!live.empty()) {

@@ -11,13 +11,35 @@ bool perform_atomic(Machine&, Wave&, Flight&, bool all);
 constexpr size_t MOST_VECTOR = 62, MOST_SCALAR = 14;
 constexpr i32 EVEN = 1 << 15;  // a chance
 
+inline bool in_memory(const Flight& f) {
+    return f.kind == Flight::LOAD || f.kind == Flight::STORE || f.kind == Flight::ATOMIC;
+}
+
 inline int words_of(const Flight& f) { return std::max(1, f.bytes / 4); }
 
-inline void load_or_store(Machine& m, Wave& w, Flight& f, int lane, int from, int count) {
-    u8* bytes = &f.bytes_of[lane * f.bytes + from];
-    if (f.kind == Flight::LOAD) m.read(*w.group, f.addresses[lane] + from, bytes, count, f.scope);
-    else m.write(*w.group, f.addresses[lane] + from, bytes, count, f.scope);
+template <int COUNT> inline void load_or_store(Machine& m, Wave& w, Flight& f, int lane, int from) {
+    u32 words[MOST_WORDS] = {};
+    int first = from / 4;
+    constexpr int MANY = (COUNT + 3) / 4;
+    if (f.kind == Flight::LOAD) {
+        m.read(*w.group, f.addresses[lane] + from, reinterpret_cast<u8*>(words), COUNT, f.scope);
+        for (int k = 0; k < MANY; k++) f.data[first + k][lane] = words[k];
+    } else {
+        for (int k = 0; k < MANY; k++) words[k] = f.data[first + k][lane];
+        m.write(*w.group, f.addresses[lane] + from, reinterpret_cast<const u8*>(words), COUNT, f.scope);
+    }
     m.touch(f.inst);
+}
+
+inline void load_or_store(Machine& m, Wave& w, Flight& f, int lane, int from, int count) {
+    switch (count) {
+    case 1: return load_or_store<1>(m, w, f, lane, from);
+    case 2: return load_or_store<2>(m, w, f, lane, from);
+    case 4: return load_or_store<4>(m, w, f, lane, from);
+    case 8: return load_or_store<8>(m, w, f, lane, from);
+    case 12: return load_or_store<12>(m, w, f, lane, from);
+    case 16: return load_or_store<16>(m, w, f, lane, from);
+    }
 }
 
 // What is left of a load or store: all, or every piece with an even chance. Whether nothing is left then.
@@ -63,29 +85,29 @@ inline void perform(Machine& m, Wave& w, Flight& f, bool all = true) {
 // Bring what was found into the registers.
 void arrive(Wave& w, Flight& f);
 
-inline void land(Machine& m, Wave& w, std::deque<Flight>& queue, size_t keep) {
-    while (queue.size() > keep) {
-        perform(m, w, queue.front());
-        arrive(w, queue.front());
-        queue.pop_front();
-    }
+inline void land_one(Machine& m, Wave& w, Queue& queue, size_t k) {
+    perform(m, w, queue[k]);
+    arrive(w, queue[k]);
+    queue.remove(m.landed, k);
+    if (w.vector_queue.empty() && w.scalar_queue.empty()) w.group->flying &= ~(u64(1) << w.index);
+}
+
+inline void land(Machine& m, Wave& w, Queue& queue, size_t keep) {
+    while (queue.size() > keep) land_one(m, w, queue, 0);
 }
 
 // lgkmcnt: LDS lands in order, scalar loads in any: of these none is certain before nothing is left, and what has left
 // the count may be they, so that of LDS only what is more than `keep` by itself is certain.
 inline void land_scalar(Machine& m, Wave& w, size_t keep) {
-    std::deque<Flight>& queue = w.scalar_queue;
+    Queue& queue = w.scalar_queue;
     if (keep == 0) return land(m, w, queue, 0);
-    auto in_lds = [](const Flight& f) { return f.kind == Flight::LDS; };
-    for (auto left = size_t(std::count_if(queue.begin(), queue.end(), in_lds)); left > keep; left--) {
-        auto first = std::find_if(queue.begin(), queue.end(), in_lds);
-        perform(m, w, *first);
-        arrive(w, *first);
-        queue.erase(first);
-    }
+    auto in_lds = [](const auto& f) { return f->kind == Flight::LDS; };
+    for (auto left = size_t(std::count_if(queue.begin(), queue.end(), in_lds)); left > keep; left--)
+        land_one(m, w, queue, size_t(std::find_if(queue.begin(), queue.end(), in_lds) - queue.begin()));
 }
 
 inline bool overlap(const std::vector<u64>& a, const std::vector<u64>& b) {  // both sorted
+    if (a.empty() || b.empty() || a.back() < b.front() || b.back() < a.front()) return false;
     for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
         if (a[i] == b[j]) return true;
         a[i] < b[j] ? i++ : j++;
@@ -111,14 +133,14 @@ inline void finish_older(Machine& m, Wave& w, const Flight& f) {
     if (!f.local() || (f.kind == Flight::LOAD && g.local_stores == 0)) return;
     for (Wave& other : g.waves) {
         if (&other == &w) continue;
-        for (Flight& older : other.vector_queue)
-            if (!older.performed && older.local() && (older.kind == Flight::STORE || f.kind == Flight::STORE) &&
-                same_bytes(older, f))
-                perform(m, other, older);
+        for (auto& older : other.vector_queue)
+            if (!older->performed && older->local() && (older->kind == Flight::STORE || f.kind == Flight::STORE) &&
+                same_bytes(*older, f))
+                perform(m, other, *older);
     }
 }
 
-inline bool may_overtake(const std::deque<Flight>& queue, size_t k) {
+inline bool may_overtake(const Queue& queue, size_t k) {
     for (size_t o = 0; o < k; o++) {
         const Flight& older = queue[o];
         if (!older.performed && same_bytes(older, queue[k])) return false;
@@ -138,9 +160,9 @@ inline void stir(Machine& m, Wave& w) {
         }
     }
     if (!w.scalar_queue.empty() && m.random.chance(m.options.early))
-        for (Flight& f : w.scalar_queue)
-            if (!f.performed) {
-                perform(m, w, f);
+        for (auto& f : w.scalar_queue)
+            if (!f->performed) {
+                perform(m, w, *f);
                 break;
             }
 }
@@ -162,18 +184,31 @@ inline void invalidate(Machine& m, Wave& w, int scope) {
     for (const auto& lines : old) m.bring(*w.group, lines, scope);
 }
 
-inline void launch(Machine& m, Wave& w, std::deque<Flight>& queue, size_t most, Flight&& f) {
+inline void find_lines(Flight& f) {
+    auto add = [&](u64 line) {
+        if (f.lines.empty() || f.lines.back() != line) f.lines.push_back(line);
+    };
+    for (int l = 0; l < LANES; l++)
+        if (f.mask >> l & 1) {
+            add(f.addresses[l] / LINE);
+            add((f.addresses[l] + f.bytes - 1) / LINE);
+        }
+    if (!std::is_sorted(f.lines.begin(), f.lines.end())) std::sort(f.lines.begin(), f.lines.end());
+    f.lines.erase(std::unique(f.lines.begin(), f.lines.end()), f.lines.end());
+}
+
+// The queue's next.
+inline void launch(Machine& m, Wave& w, Queue& queue, size_t most, Flight& f) {
     if (!m.options.adversarial) {
         perform(m, w, f);
         arrive(w, f);
         return;
     }
     land(m, w, queue, most - 1);
-    for (u64& line : f.lines) line /= LINE;
-    std::sort(f.lines.begin(), f.lines.end());
-    f.lines.erase(std::unique(f.lines.begin(), f.lines.end()), f.lines.end());
+    if (in_memory(f)) find_lines(f);
     finish_older(m, w, f);
     w.group->local_stores += f.kind == Flight::STORE && f.local();
-    queue.push_back(std::move(f));
+    queue.push();
+    w.group->flying |= u64(1) << w.index;
     stir(m, w);
 }

@@ -38,6 +38,17 @@ class Random {
     u64 state_;
 };
 
+// Of the sizes that instructions have, inline.
+inline void copy_few(u8* to, const u8* from, u64 bytes) {
+    switch (bytes) {
+    case 2: std::memcpy(to, from, 2); break;
+    case 4: std::memcpy(to, from, 4); break;
+    case 8: std::memcpy(to, from, 8); break;
+    case 16: std::memcpy(to, from, 16); break;
+    default: std::memcpy(to, from, bytes);
+    }
+}
+
 struct Machine {
     std::vector<Inst> code;
     std::vector<u64> executed;  // how often each instruction was
@@ -56,6 +67,7 @@ struct Machine {
     std::vector<bool> stored;  // plainly, to each range
     u64 code_at = 0;  // where the kernel's first instruction would lie: behind its constants, which code finds from there
     std::vector<Workgroup> groups;
+    Queue::Flights landed;
     Options options;
     Random random;
     u64 steps = 0;
@@ -68,8 +80,12 @@ struct Machine {
     explicit Machine(const Options& o) : options(o), random(o.seed) {}
 
     const Range& range_of(u64 address, int bytes) {
-        const Range* range = &ranges[last_range];
-        if (address >= range->first && address + bytes <= range->last) return *range;
+        const Range& range = ranges[last_range];
+        if (address >= range.first && address + bytes <= range.last) [[likely]]
+            return range;
+        return other_range(address, bytes);
+    }
+    [[gnu::noinline]] const Range& other_range(u64 address, int bytes) {
         for (size_t k = 0; k < ranges.size(); k++)
             if (address >= ranges[k].first && address + bytes <= ranges[k].last) return last_range = k, ranges[k];
         throw Fault("an access to " + std::to_string(bytes) + " bytes at " + std::to_string(address) +
@@ -96,7 +112,7 @@ struct Machine {
     static u8* home(u64 number) { return reinterpret_cast<u8*>(number * LINE); }
     static u64 first_written(const Line& line) {
         for (u64 k = 0; k < LINE; k++)
-            if (line.written[k]) return line.number * LINE + k;
+            if (line.written(k)) return line.number * LINE + k;
         return line.number * LINE;
     }
 
@@ -115,7 +131,7 @@ struct Machine {
     void write_home(const Line& line) {
         u8* to = home(line.number);
         for (u64 k = 0; k < LINE; k++)
-            if (line.written[k]) to[k] = line.bytes[k];
+            if (line.written(k)) to[k] = line.bytes[k];
     }
     Line& gpu_line(const Workgroup& g, u64 number) {
         Cache& cache = *gpu[g.gpu];
@@ -145,12 +161,12 @@ struct Machine {
         if (shared)
             if (Line* line = gpu[g.gpu]->find(number)) {
                 std::memcpy(line->bytes + at, data, count);
-                std::memset(line->written + at, 0, count);
+                line->unmark(at, count);
             }
     }
     void write_line_below(const Workgroup& g, const Line& line) {
         for (u64 k = 0; k < LINE; k++)
-            if (line.written[k]) {
+            if (line.written(k)) {
                 u64 address = line.number * LINE + k;
                 write_below(g, address, line.bytes + k, 1, AGENT_SCOPE, range_of(address, 1).shared);
             }
@@ -159,9 +175,7 @@ struct Machine {
     // ---- loads, stores, fences of a workgroup ----
 
     void refresh(const Workgroup& g, Line& line, int scope, bool shared) {
-        const u8* now = below(g, line.number, scope, shared);
-        for (u64 k = 0; k < LINE; k++)
-            if (!line.written[k]) line.bytes[k] = now[k];
+        line.refresh(below(g, line.number, scope, shared));
     }
     Line& l2_line(const Workgroup& g, u64 number, bool shared) {
         Cache& cache = *l2[g.xcd];
@@ -170,29 +184,39 @@ struct Machine {
         std::memcpy(line.bytes, below(g, number, AGENT_SCOPE, shared), LINE);
         return line;
     }
+    [[gnu::noinline]] const u8* view_beyond(const Workgroup& g, u64 number, int scope, bool shared) {
+        l1[g.index]->drop(number);
+        Line* line = l2[g.xcd]->find(number);
+        if (!line) return below(g, number, scope, shared);
+        refresh(g, *line, scope, shared);
+        return line->bytes;
+    }
     const u8* view(const Workgroup& g, u64 number, int scope, bool shared) {
-        if (scope >= AGENT_SCOPE) {
-            l1[g.index]->drop(number);
-            Line* line = l2[g.xcd]->find(number);
-            if (!line) return below(g, number, scope, shared);
-            refresh(g, *line, scope, shared);
+        if (scope >= AGENT_SCOPE) return view_beyond(g, number, scope, shared);
+        if (Line* line = l1[g.index]->find(number)) [[likely]]
             return line->bytes;
-        }
-        if (Line* line = l1[g.index]->find(number)) return line->bytes;
+        return brought(g, number, shared);
+    }
+    // Into the L1.
+    [[gnu::noinline]] const u8* brought(const Workgroup& g, u64 number, bool shared) {
         Line& line = l1[g.index]->claim(number, [](Line&) {});
         std::memcpy(line.bytes, l2_line(g, number, shared).bytes, LINE);
         return line.bytes;
     }
-    void read(const Workgroup& g, u64 address, u8* to, u64 bytes, int scope) {
+    [[gnu::always_inline]] inline void read(const Workgroup& g, u64 address, u8* to, u64 bytes, int scope) {
         bool shared = checked(address, int(bytes), scope);
         if (!options.adversarial) {
             std::memcpy(to, reinterpret_cast<u8*>(address), bytes);
             return;
         }
-        for (u64 done = 0, count; done < bytes; done += count) {
-            u64 at = (address + done) % LINE;
-            count = std::min(bytes - done, LINE - at);
-            std::memcpy(to + done, view(g, (address + done) / LINE, scope, shared) + at, count);
+        if (address % LINE + bytes <= LINE) {
+            std::memcpy(to, view(g, address / LINE, scope, shared) + address % LINE, bytes);
+        } else {
+            for (u64 done = 0, count; done < bytes; done += count) {
+                u64 at = (address + done) % LINE;
+                count = std::min(bytes - done, LINE - at);
+                std::memcpy(to + done, view(g, (address + done) / LINE, scope, shared) + at, count);
+            }
         }
         if (random.chance(options.evict)) fetch_near(g, address / LINE, ranges[last_range]);
     }
@@ -219,7 +243,7 @@ struct Machine {
             } else {
                 if (Line* line = l2[g.xcd]->find(number)) {
                     std::memcpy(line->bytes + at, from + done, count);
-                    std::memset(line->written + at, 0, count);
+                    line->unmark(at, count);
                 }
                 write_below(g, address + done, from + done, count, scope, shared);
             }
@@ -257,9 +281,7 @@ struct Machine {
         if (scope >= WORKGROUP_SCOPE) l1[g.index]->invalidate([](Line&) {});
         if (scope == SYSTEM_SCOPE)
             gpu[g.gpu]->invalidate([&](Line& line) {
-                const u8* now = home(line.number);
-                for (u64 k = 0; k < LINE; k++)
-                    if (!line.written[k]) line.bytes[k] = now[k];
+                line.refresh(home(line.number));
             });
         if (scope >= AGENT_SCOPE)
             l2[g.xcd]->invalidate([&](Line& line) {
@@ -280,8 +302,7 @@ struct Machine {
         if (scope < AGENT_SCOPE) return;
         Line* line = l2[g.xcd]->find(number);
         if (!line) line = &l2[g.xcd]->claim(number, [&](Line& other) { write_line_below(g, other); });
-        for (u64 k = 0; k < LINE; k++)
-            if (!line->written[k]) line->bytes[k] = old.second.bytes[k];
+        line->refresh(old.second.bytes);
     }
     // What the end of a kernel does.
     void flush() {

@@ -1,9 +1,13 @@
 // Operands of vector instructions as 64 values of a type, with all that an encoding may do to them on the way.
 #pragma once
 #include <cmath>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include "state.h"
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 template <class T> struct Lanes {
     alignas(64) T lane[LANES];
@@ -22,6 +26,24 @@ template <class T> inline T from_bits(u64 bits) {
     else return bits_to<T>(u16(bits));
 }
 
+// By the processor's instruction, which GCC does not look into: else it compares in float16 and makes doubles at once,
+// both by functions of its library, which took a twelfth of the time.
+inline float single(f16 x) {
+#ifdef __F16C__
+    return _cvtsh_ss(bits_to<u16>(x));
+#else
+    return float(x);
+#endif
+}
+inline double widened(f16 x) { return double(single(x)); }
+
+// Rounded once: the float32 is the one nearer to zero, and odd where that is another than x.
+inline f16 narrowed(double x) {
+    float near = float(x);
+    u32 bits = bits_to<u32>(near) - (std::fabs(double(near)) > std::fabs(x));
+    return f16(bits_to<float>(bits | (double(near) != x)));
+}
+
 // Bits of an inline constant, or of the literal, as an operand of type T sees them.
 template <class T> inline u64 constant_bits(int code, i32 literal) {
     static const double FLOATS[] = {0.5, -0.5, 1, -1, 2, -2, 4, -4};
@@ -31,7 +53,7 @@ template <class T> inline u64 constant_bits(int code, i32 literal) {
         double value = code == 248 ? 0.15915494309189532 : FLOATS[code - 240];
         if (sizeof(T) == 8) return bits_to<u64>(value);
         if (sizeof(T) == 4) return bits_to<u32>(float(value));
-        return bits_to<u16>(f16(value));
+        return bits_to<u16>(narrowed(value));
     }
     if (code == LITERAL) {
         if (std::is_same_v<T, double>) return u64(u32(literal)) << 32;
@@ -73,13 +95,32 @@ inline int dpp_lane(int control, int lane, bool& there) {
     throw Fault("DPP control " + std::to_string(control) + " is not known");
 }
 
+// The same of all lanes.
+struct Dpp {
+    u64 there = 0;
+    u8 from[LANES] = {};
+    explicit Dpp(int control) {
+        for (int l = 0; l < LANES; l++) {
+            bool is;
+            int lane = dpp_lane(control, l, is);
+            there |= u64(is) << l;
+            from[l] = u8(is ? lane : 0);
+        }
+    }
+};
+inline const Dpp& dpp_of(int control) {  // of nine bits
+    thread_local std::optional<Dpp> made[512];
+    std::optional<Dpp>& dpp = made[control & 511];
+    if (!dpp) dpp.emplace(control);
+    return *dpp;
+}
+
 // Lanes that a DPP instruction writes.
 inline u64 dpp_mask(const Inst& i, u64 exec) {
+    const Dpp& dpp = dpp_of(i.dpp);
     u64 mask = 0;
     for (int l = 0; l < LANES; l++) {
-        bool there;
-        int from = dpp_lane(i.dpp, l, there);
-        bool valid = there && (exec >> from & 1);
+        bool valid = (dpp.there >> l & 1) && (exec >> dpp.from[l] & 1);
         bool chosen = (i.row_mask >> (l >> 4) & 1) && (i.bank_mask >> ((l & 15) >> 2) & 1);
         if (chosen && (valid || i.bound)) mask |= u64(1) << l;
     }
@@ -102,10 +143,31 @@ template <class T> inline u64 with_sign(const Inst& i, int k, u64 bits) {
     return bits;
 }
 
+// Whether an encoding does nothing to source k on the way.
+inline bool plain(const Inst& i, int k) {
+    return !((i.abs | i.neg) >> k & 1) && !(k == 0 && i.dpp >= 0) && !(k < 2 && i.sdwa);
+}
+
+// The register's lanes as DPP moves them.
+inline const u32* moved(const Wave& w, const Inst& i, const u32* row, u64 exec, Lanes<u32>& room) {
+    const Dpp& dpp = dpp_of(i.dpp);
+    for (int l = 0; l < LANES; l++) {
+        bool gives = (dpp.there >> l & 1) && w.gives(exec, l, dpp.from[l]);
+        room.lane[l] = gives ? row[dpp.from[l]] : 0;
+    }
+    return room.lane;
+}
+
+template <class T> const T* fetch_changed(const Wave& w, const Inst& i, int k, Lanes<T>& room);
+
 // Source k of all lanes: the register itself, or a copy in `room`.
 template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, Lanes<T>& room) {
+    if (sizeof(T) == 4 && i.src[k] >= ROW && plain(i, k)) return reinterpret_cast<const T*>(w.row(i.src[k], w.exec()));
+    return fetch_changed(w, i, k, room);
+}
+
+template <class T> [[gnu::noinline]] const T* fetch_changed(const Wave& w, const Inst& i, int k, Lanes<T>& room) {
     int code = i.src[k];
-    bool plain = !((i.abs | i.neg) >> k & 1) && !(k == 0 && i.dpp >= 0) && !(k < 2 && i.sdwa);
     if (code < ROW) {
         u64 bits = scalar_bits<T>(w, code, i.literal);
         if (k < 2 && i.sdwa) bits = select_bits(u32(bits), i.sel[k], i.sext[k]);
@@ -120,23 +182,30 @@ template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, La
         const u32* high = w.row(code + 1, exec);
         if (k == 0 && i.dpp >= 0) throw Fault("DPP of 64-bit operands is not known");
         for (int l = 0; l < LANES; l++) room.lane[l] = bits_to<T>(low[l] | u64(high[l]) << 32);
-        if (!plain)
+        if (!plain(i, k))
             for (T& lane : room.lane) lane = bits_to<T>(with_sign<T>(i, k, bits_to<u64>(lane)));
         return room.lane;
     }
-    if (sizeof(T) == 4 && plain) return reinterpret_cast<const T*>(low);
+    Lanes<u32> there;
+    if (k == 0 && i.dpp >= 0) low = moved(w, i, low, exec, there);
     for (int l = 0; l < LANES; l++) {
         u32 bits = low[l];
-        if (k == 0 && i.dpp >= 0) {
-            bool there;
-            int from = dpp_lane(i.dpp, l, there);
-            bits = there && w.gives(exec, l, from) ? low[from] : 0;
-        }
         if (k < 2 && i.sdwa) bits = select_bits(bits, i.sel[k], i.sext[k]);
         if (sizeof(T) == 2 && (i.opsel >> k & 1)) bits >>= 16;
         room.lane[l] = from_bits<T>(with_sign<T>(i, k, sizeof(T) == 4 ? bits : bits & 0xFFFF));
     }
     return room.lane;
+}
+
+// Where SDWA puts a result, beside what the register holds.
+inline void place(const Inst& i, const u32* bits, const u32* old, u32* out) {
+    int width = i.dst_sel < 4 ? 8 : 16, shift = i.dst_sel < 4 ? 8 * i.dst_sel : 16 * (i.dst_sel - 4);
+    u32 field = ((1u << width) - 1) << shift;
+    if (i.dst_unused != 0 && i.dst_unused != 2) throw Fault("SDWA that extends a sign is not known");
+    for (int l = 0; l < LANES; l++) {
+        u32 placed = bits[l] << shift & field;
+        out[l] = i.dst_unused == 0 ? placed : placed | (old[l] & ~field);
+    }
 }
 
 template <class T> inline void store(Wave& w, const Inst& i, const T* value, u64 mask) {
@@ -152,26 +221,20 @@ template <class T> inline void store(Wave& w, const Inst& i, const T* value, u64
         return;
     }
     const u32* old = w.row(i.dst, mask);
-    for (int l = 0; l < LANES; l++) {
-        u32 bits;
-        if constexpr (sizeof(T) == 2) {
-            bits = bits_to<u16>(value[l]);
-            if (i.opsel & 8) bits = bits << 16 | (old[l] & 0xFFFF);
-        } else if constexpr (sizeof(T) == 4) {
-            bits = bits_to<u32>(value[l]);
-        } else {
-            bits = 0;
+    if constexpr (sizeof(T) == 2) {
+        bool upper = i.opsel & 8;
+        for (int l = 0; l < LANES; l++) {
+            u32 bits = bits_to<u16>(value[l]);
+            low.lane[l] = upper ? bits << 16 | (old[l] & 0xFFFF) : bits;
         }
-        if (i.sdwa && i.dst_sel != 6) {
-            int width = i.dst_sel < 4 ? 8 : 16, shift = i.dst_sel < 4 ? 8 * i.dst_sel : 16 * (i.dst_sel - 4);
-            u32 field = ((1u << width) - 1) << shift, placed = bits << shift & field;
-            if (i.dst_unused == 0) bits = placed;
-            else if (i.dst_unused == 2) bits = placed | (old[l] & ~field);
-            else throw Fault("SDWA that extends a sign is not known");
-        }
-        low.lane[l] = bits;
+        value = reinterpret_cast<const T*>(low.lane);
     }
-    w.set_row(i.dst, low.lane, mask);
+    const u32* bits = reinterpret_cast<const u32*>(value);
+    if (i.sdwa && i.dst_sel != 6) {
+        place(i, bits, old, low.lane);
+        bits = low.lane;
+    }
+    w.set_row(i.dst, bits, mask);
 }
 
 // ---- shapes of vector instructions: F maps the lanes' values ----
@@ -187,13 +250,23 @@ template <class R, class... A, class F> inline void vector_op(Wave& w, const Ins
     store<R>(w, i, out.lane, written_lanes(w, i));
 }
 
+// Of lanes that are each 0 or 1: eight by one product, which brings byte k's bit to bit 56 + k.
+inline u64 mask_of(const Lanes<u8>& is) {
+    u64 mask = 0, eight;
+    for (int l = 0; l < LANES; l += 8) {
+        std::memcpy(&eight, is.lane + l, 8);
+        mask |= (eight * 0x0102040810204080ull >> 56) << l;
+    }
+    return mask;
+}
+
 template <class T, class F> inline void compare_op(Wave& w, const Inst& i, F f) {
     Lanes<T> ra, rb;
     const T* a = fetch<T>(w, i, 0, ra);
     const T* b = fetch<T>(w, i, 1, rb);
-    u64 mask = 0;
-    for (int l = 0; l < LANES; l++) mask |= u64(f(a[l], b[l])) << l;
-    w.set_pair(i.sdst, mask & w.exec());
+    Lanes<u8> is;
+    for (int l = 0; l < LANES; l++) is.lane[l] = f(a[l], b[l]);
+    w.set_pair(i.sdst, mask_of(is) & w.exec());
 }
 
 // Sums with a carry in and out; F(a, b, carry in, &carry out).
@@ -201,13 +274,14 @@ template <class F> inline void carry_op(Wave& w, const Inst& i, F f) {
     Lanes<u32> ra, rb, out;
     const u32* a = fetch<u32>(w, i, 0, ra);
     const u32* b = fetch<u32>(w, i, 1, rb);
-    u64 in = i.src[2] >= 0 ? scalar_bits<u64>(w, i.src[2], 0) : 0, carries = 0;
+    Lanes<u8> carries;
+    u64 in = i.src[2] >= 0 ? scalar_bits<u64>(w, i.src[2], 0) : 0;
     for (int l = 0; l < LANES; l++) {
         bool carry = false;
         out.lane[l] = f(a[l], b[l], u32(in >> l & 1), carry);
-        carries |= u64(carry) << l;
+        carries.lane[l] = carry;
     }
     u64 exec = w.exec();
     store<u32>(w, i, out.lane, exec);
-    w.set_pair(i.sdst, carries & exec);
+    w.set_pair(i.sdst, mask_of(carries) & exec);
 }

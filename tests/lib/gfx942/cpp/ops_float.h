@@ -19,8 +19,8 @@ template <class T> inline T min_num(T a, T b) {
     if (a == b) return std::signbit(a) ? a : b;
     return a < b ? a : b;
 }
-inline f16 max_num(f16 a, f16 b) { return f16(max_num(float(a), float(b))); }
-inline f16 min_num(f16 a, f16 b) { return f16(min_num(float(a), float(b))); }
+inline f16 max_num(f16 a, f16 b) { return f16(max_num(single(a), single(b))); }
+inline f16 min_num(f16 a, f16 b) { return f16(min_num(single(a), single(b))); }
 
 template <class T> inline T median(T a, T b, T c) {
     if (is_nan(a) || is_nan(b) || is_nan(c)) return min_num(min_num(a, b), c);
@@ -43,7 +43,7 @@ template <class To, class From> inline To clamped(From x) {
 inline u16 half_toward_zero(float x) {
     f16 nearest = f16(x);
     u16 bits = bits_to<u16>(nearest);
-    if (!is_nan(x) && std::fabs(float(nearest)) > std::fabs(x)) bits--;
+    if (!is_nan(x) && std::fabs(single(nearest)) > std::fabs(x)) bits--;
     return bits;
 }
 

@@ -13,7 +13,11 @@ inline void global_addresses(const Wave& w, const Inst& i, Flight& f) {
     const u32* low = w.row(i.addr, f.mask);
     u64 base = i.saddr >= 0 ? scalar_bits<u64>(w, i.saddr, 0) : 0;
     const u32* high = i.saddr >= 0 ? nullptr : w.row(i.addr + 1, f.mask);
-    for (int l = 0; l < LANES; l++) f.addresses[l] = base + (low[l] | u64(high ? high[l] : 0) << 32) + i64(i.offset);
+    base += u64(i64(i.offset));
+    if (high)
+        for (int l = 0; l < LANES; l++) f.addresses[l] = base + (low[l] | u64(high[l]) << 32);
+    else
+        for (int l = 0; l < LANES; l++) f.addresses[l] = base + low[l];
 }
 
 // Raw and strided buffers; lanes beyond num_records are left out.
@@ -34,22 +38,14 @@ inline void buffer_addresses(const Wave& w, const Inst& i, Flight& f) {
 
 using Addresses = void (*)(const Wave&, const Inst&, Flight&);
 
-inline Flight flight(Wave& w, const Inst& i, Flight::Kind kind, int bytes, Addresses addresses) {
-    Flight f;
-    f.kind = kind;
-    f.inst = &i;
+inline Flight& flight(Machine& m, Wave& w, const Inst& i, Flight::Kind kind, int bytes, Addresses addresses) {
+    Flight& f = w.vector_queue.next(m.landed, kind, i);
     f.scope = i.scope;
     f.bytes = bytes;
     f.mask = w.exec();
-    f.addresses.resize(LANES);
-    f.bytes_of.resize(size_t(LANES) * bytes);
     addresses(w, i, f);
-    for (int l = 0; l < LANES; l++)
-        if (f.mask >> l & 1) {
-            f.left[l] = u8((1 << words_of(f)) - 1);
-            f.lines.push_back(f.addresses[l]);
-            f.lines.push_back(f.addresses[l] + bytes - 1);
-        }
+    const u8 whole = u8((1 << words_of(f)) - 1);
+    for (int l = 0; l < LANES; l++) f.left[l] = f.mask >> l & 1 ? whole : 0;
     return f;
 }
 
@@ -57,7 +53,7 @@ inline Flight flight(Wave& w, const Inst& i, Flight::Kind kind, int bytes, Addre
 inline void check_memory_race(Machine& m, Wave& w, const Flight& f) {
     if (!f.plain()) return;
     Workgroup& g = *w.group;
-    int me = int(&w - g.waves.data());
+    int me = w.index;
     bool stores = f.kind == Flight::STORE;
     for (int l = 0; l < LANES; l++) {
         if (!(f.mask >> l & 1)) continue;
@@ -66,7 +62,7 @@ inline void check_memory_race(Machine& m, Wave& w, const Flight& f) {
         if (!m.stored[m.last_range]) continue;
         for (int k = 0; k < f.bytes; k++) {
             MemoryUse& use = g.memory_use[f.addresses[l] + k];
-            u8 value = f.bytes_of[l * f.bytes + k];
+            u8 value = u8(f.data[k / 4][l] >> 8 * (k % 4));
             bool others = use.written == g.barriers && use.writer != me;
             if (stores && others && use.value == value) {
                 use.agreed |= u64(1) << me;
@@ -83,51 +79,41 @@ inline void check_memory_race(Machine& m, Wave& w, const Flight& f) {
 }
 
 inline void load_op(Machine& m, Wave& w, const Inst& i, int bytes, Extend extend, Addresses addresses) {
-    Flight f = flight(w, i, Flight::LOAD, bytes, addresses);
+    Flight& f = flight(m, w, i, Flight::LOAD, bytes, addresses);
     u64 exec = w.exec();
-    f.words = {u32(extend)};
-    if (extend != WHOLE) {
-        const u32* old = w.row(i.dst, exec);
-        f.words.insert(f.words.end(), old, old + LANES);
-    }
+    f.what = extend;
+    std::memset(f.data, 0, words_of(f) * sizeof f.data[0]);  // what lanes beyond a buffer's end find
+    if (extend != WHOLE) std::memcpy(f.data[1], w.row(i.dst, exec), sizeof f.data[1]);
     w.await(f, words_of(f), exec);
     check_memory_race(m, w, f);
-    launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+    launch(m, w, w.vector_queue, MOST_VECTOR, f);
 }
 
 inline void store_op(Machine& m, Wave& w, const Inst& i, int bytes, int shift, Addresses addresses) {
-    Flight f = flight(w, i, Flight::STORE, bytes, addresses);
+    Flight& f = flight(m, w, i, Flight::STORE, bytes, addresses);
     for (int k = 0; k < words_of(f); k++) {
         const u32* row = w.row(i.data + k, f.mask);
-        for (int l = 0; l < LANES; l++) {
-            u32 word = row[l] >> shift;
-            std::memcpy(&f.bytes_of[l * bytes + 4 * k], &word, std::min(4, bytes));
-        }
+        for (int l = 0; l < LANES; l++) f.data[k][l] = row[l] >> shift;
     }
     check_memory_race(m, w, f);
-    launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+    launch(m, w, w.vector_queue, MOST_VECTOR, f);
 }
 
 // Read, modify, write: F(old, operand, comparand). At agent scope unless sc1 says system.
-using Modify = u64 (*)(u64, u64, u64);
-
-inline void atomic_op(Machine& m, Wave& w, const Inst& i, int bytes, int operands, Modify modify) {
-    Flight f = flight(w, i, Flight::ATOMIC, bytes, global_addresses);
+inline void atomic_op(Machine& m, Wave& w, const Inst& i, int bytes, int operands, u64 (*modify)(u64, u64, u64)) {
+    Flight& f = flight(m, w, i, Flight::ATOMIC, bytes, global_addresses);
     f.scope = i.scope & 2 ? SYSTEM_SCOPE : AGENT_SCOPE;
-    u64 function = reinterpret_cast<u64>(modify);
-    f.words = {u32(function), u32(function >> 32)};
-    for (int k = 0; k < operands * bytes / 4; k++) {
-        const u32* row = w.row(i.data + k, f.mask);
-        f.words.insert(f.words.end(), row, row + LANES);
-    }
+    f.modify = modify;
+    f.operands = operands;
+    for (int k = 0; k < operands * bytes / 4; k++)
+        std::memcpy(f.data[k], w.row(i.data + k, f.mask), sizeof f.data[k]);
     if (i.flags & RETURNS) w.await(f, bytes / 4, f.mask);
-    launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+    launch(m, w, w.vector_queue, MOST_VECTOR, f);
 }
 
 // Lane by lane: what is left, or every lane with an even chance. Whether nothing is left then.
 inline bool perform_atomic(Machine& m, Wave& w, Flight& f, bool all) {
-    Modify modify = reinterpret_cast<Modify>(f.words[0] | u64(f.words[1]) << 32);
-    int rows = f.bytes / 4, operands = int(f.words.size() - 2) / LANES / rows;
+    int rows = f.bytes / 4;
     bool done = true;
     for (int l = 0; l < LANES; l++) {
         if (!f.left[l]) continue;
@@ -137,15 +123,15 @@ inline bool perform_atomic(Machine& m, Wave& w, Flight& f, bool all) {
         }
         f.left[l] = 0;
         u64 operand[2] = {};
-        for (int k = 0; k < operands; k++)
-            for (int r = 0; r < rows; r++) operand[k] |= u64(f.words[2 + (k * rows + r) * LANES + l]) << 32 * r;
+        for (int k = 0; k < f.operands; k++)
+            for (int r = 0; r < rows; r++) operand[k] |= u64(f.data[k * rows + r][l]) << 32 * r;
         u8* place = m.atomic_place(*w.group, f.addresses[l], f.bytes, f.scope);
         m.touch(f.inst);
         u64 old = 0;
         std::memcpy(&old, place, f.bytes);
-        u64 now = modify(old, operand[0], operand[1]);
+        u64 now = f.modify(old, operand[0], operand[1]);
         std::memcpy(place, &now, f.bytes);
-        std::memcpy(&f.bytes_of[l * f.bytes], &old, f.bytes);
+        for (int r = 0; r < rows; r++) f.data[r][l] = u32(old >> 32 * r);
     }
     return done;
 }
@@ -165,107 +151,104 @@ inline int swizzled_lane(i32 pattern, int lane) {
 
 // Which lane's data comes to a lane.
 inline int moved_lane(const Flight& f, int lane) {
-    u32 address = f.words[2 + lane], offset = u32(f.inst->offset) | u32(f.inst->offset1) << 8;
-    return f.words[0] == SWIZZLE ? swizzled_lane(i32(offset), lane) : int((address + offset) / 4 & 63);
+    u32 address = u32(f.addresses[lane]), offset = u32(f.inst->offset) | u32(f.inst->offset1) << 8;
+    return f.what == SWIZZLE ? swizzled_lane(i32(offset), lane) : int((address + offset) / 4 & 63);
 }
 
 inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int step) {
-    Flight f;
-    f.kind = Flight::LDS;
-    f.inst = &i;
+    Flight& f = w.scalar_queue.next(m.landed, Flight::LDS, i);
     f.mask = w.exec();
     f.bytes = bytes;
-    f.words = {u32(what), u32(step)};
-    auto take = [&](int code) {
-        const u32* row = w.row(code, f.mask);
-        f.words.insert(f.words.end(), row, row + LANES);
-    };
+    f.what = what;
+    f.step = step;
     bool moves = what == SWIZZLE || what == PERMUTE_FROM, writes = changes(what);
-    take(i.addr);
+    const u32* address = w.row(i.addr, f.mask);
+    for (int l = 0; l < LANES; l++) f.addresses[l] = address[l];
     int rows = words_of(f);
-    if (writes || what == PERMUTE_FROM)
-        for (int k = 0; k < rows; k++) take(i.data + k);
-    if (what == WRITE_TWO)
-        for (int k = 0; k < rows; k++) take(i.src[1] + k);
+    auto take = [&](int first, int code) {
+        for (int k = 0; k < rows; k++) std::memcpy(f.data[first + k], w.row(code + k, f.mask), sizeof f.data[0]);
+    };
+    if (writes || what == PERMUTE_FROM) take(0, i.data);
+    if (what == SWIZZLE) take(0, i.addr);
+    if (what == WRITE_TWO) take(rows, i.src[1]);
     for (int l = 0; moves && l < LANES; l++) w.gives(f.mask, l, moved_lane(f, l));
     if (!writes) w.await(f, moves ? 1 : what == READ_TWO ? 2 * rows : rows, f.mask);
-    launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
+    launch(m, w, w.scalar_queue, MOST_SCALAR, f);
 }
 
 // Two waves that touch the same byte without a barrier between, one of them to change it, race, unless both add.
 inline void check_race(Wave& w, u32 first, const void* value, int bytes, bool adds = false) {
     Workgroup& g = *w.group;
-    int me = int(&w - g.waves.data());
-    if (value && std::memcmp(&g.lds[first], value, bytes) == 0) {  // no change, no harm
-        for (u32 at = first; at < first + u32(bytes); at++)
-            if (g.lds_use[at].written == g.barriers) g.lds_use[at].agreed |= u64(1) << me;
+    int me = w.index;
+    if (value && (bytes == 4 ? std::memcmp(&g.lds[first], value, 4) : std::memcmp(&g.lds[first], value, bytes)) == 0) {
+        g.lds_use.each(first, bytes, [&](LdsUse& use, u32) {  // no change, no harm
+            if (use.written == g.barriers) use.agreed |= 1u << me;
+        });
         return;
     }
-    for (u32 at = first; at < first + u32(bytes); at++) {
-        LdsUse& use = g.lds_use[at];
+    g.lds_use.each(first, bytes, [&](LdsUse& use, u32 at) {
         bool wrote = use.written == g.barriers, other_wrote = wrote && use.writer != me && !(adds && use.added);
         if (!value && (use.agreed >> me & 1)) other_wrote = false;
         bool other_read = use.read == g.barriers && use.reader != me;
         if (other_wrote || (value && other_read))
             throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
-        if (value) use.agreed = 0, use.added = adds && (!wrote || use.added), use.writer = wrote && adds && use.writer != me ? -2 : me, use.written = g.barriers;
-        else use.reader = other_read ? -2 : me, use.read = g.barriers;
+        if (value) use.agreed = 0, use.added = adds && (!wrote || use.added), use.writer = i8(wrote && adds && use.writer != me ? -2 : me), use.written = g.barriers;
+        else use.reader = i8(other_read ? -2 : me), use.read = g.barriers;
+    });
+}
+
+// What lanes hold comes to others.
+inline void move_lanes(Flight& f) {
+    Lanes<u32> out;
+    for (int l = 0; l < LANES; l++) {
+        int from = moved_lane(f, l);
+        out.lane[l] = f.mask >> from & 1 ? f.data[0][from] : 0;
     }
+    std::memcpy(f.data[0], out.lane, sizeof out.lane);
 }
 
 inline void perform_lds(Wave& w, Flight& f) {
     const Inst& i = *f.inst;
-    Lds what = Lds(f.words[0]);
-    int step = int(f.words[1]), rows = words_of(f);
+    Lds what = Lds(f.what);
+    if (what == SWIZZLE || what == PERMUTE_FROM) return move_lanes(f);
+    int rows = words_of(f);
     std::vector<u8>& lds = w.group->lds;
-    const u32* address = &f.words[2];
-    const u32* data = &f.words[2 + LANES];
     u32 offset = u32(i.offset) | (what == READ_TWO || what == WRITE_TWO ? 0 : u32(i.offset1) << 8);
-    std::vector<u32> out(size_t(LANES) * rows * 2);
     for (int l = 0; l < LANES; l++) {
         if (!(f.mask >> l & 1)) continue;
-        if (what == SWIZZLE || what == PERMUTE_FROM) {
-            int from = moved_lane(f, l);
-            out[l] = f.mask >> from & 1 ? (what == SWIZZLE ? address : data)[from] : 0;
-            continue;
-        }
         bool two = what == READ_TWO || what == WRITE_TWO;
         for (int part = 0; part < (two ? 2 : 1); part++) {
-            u32 at = address[l] + (two ? u32((part ? i.offset1 : i.offset) * step) : offset);  // may wrap
+            u32 at = u32(f.addresses[l]) + (two ? u32((part ? i.offset1 : i.offset) * f.step) : offset);  // may wrap
             if (u64(at) + f.bytes > lds.size())
                 throw Fault("an access to " + std::to_string(f.bytes) + " bytes at " + std::to_string(at) +
                             " of LDS, which has " + std::to_string(lds.size()));
             if (what == ADD) {
                 u64 sum = 0, by = 0;
                 std::memcpy(&sum, &lds[at], f.bytes);
-                for (int k = 0; k < rows; k++) by |= u64(data[k * LANES + l]) << 32 * k;
+                for (int k = 0; k < rows; k++) by |= u64(f.data[k][l]) << 32 * k;
                 sum += by;
                 check_race(w, at, &sum, f.bytes, true);
                 std::memcpy(&lds[at], &sum, f.bytes);
                 continue;
             }
             for (int k = 0; k < rows; k++) {
-                int row = part * rows + k;
+                u32& word = f.data[part * rows + k][l];
                 bool writes = changes(what);
-                check_race(w, at + 4 * k, writes ? &data[row * LANES + l] : nullptr, std::min(4, f.bytes));
-                if (writes) std::memcpy(&lds[at + 4 * k], &data[row * LANES + l], std::min(4, f.bytes));
-                else std::memcpy(&out[row * LANES + l], &lds[at + 4 * k], std::min(4, f.bytes));
+                check_race(w, at + 4 * k, writes ? &word : nullptr, std::min(4, f.bytes));
+                u8 *here = reinterpret_cast<u8*>(&word), *there = &lds[at + 4 * k];
+                if (!writes) word = 0;
+                copy_few(writes ? there : here, writes ? here : there, std::min(4, f.bytes));
             }
         }
     }
-    f.words.resize(2);
-    f.words.insert(f.words.end(), out.begin(), out.end());
 }
 
 // ---- scalar memory ----
 
 inline void scalar_load(Machine& m, Wave& w, const Inst& i, int words) {
-    Flight f;
-    f.kind = Flight::SCALAR_LOAD;
-    f.inst = &i;
+    Flight& f = w.scalar_queue.next(m.landed, Flight::SCALAR_LOAD, i);
     u64 base = scalar_bits<u64>(w, i.src[0], 0) + i64(i.offset);
     if (i.src[1] >= 0) base += scalar_bits<u32>(w, i.src[1], i.literal);
-    f.words.resize(words);
     m.range_of(base, 4 * words);
     for (int k = 0; k < words; k++) {
         u64 address = base + 4 * u64(k);
@@ -279,42 +262,33 @@ inline void scalar_load(Machine& m, Wave& w, const Inst& i, int words) {
             }
             from = line->bytes + address % LINE;
         }
-        std::memcpy(&f.words[k], from, 4);
+        std::memcpy(&f.data[0][k], from, 4);
     }
     w.await(f, words, ALL);
-    launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
+    launch(m, w, w.scalar_queue, MOST_SCALAR, f);
 }
 
 inline void scalar_clock(Machine& m, Wave& w, const Inst& i) {
-    Flight f;
-    f.kind = Flight::SCALAR_LOAD;
-    f.inst = &i;
+    Flight& f = w.scalar_queue.next(m.landed, Flight::SCALAR_LOAD, i);
     u64 now = clock_of(m);
-    f.words = {u32(now), u32(now >> 32)};
+    f.data[0][0] = u32(now);
+    f.data[0][1] = u32(now >> 32);
     w.await(f, 2, ALL);
-    launch(m, w, w.scalar_queue, MOST_SCALAR, std::move(f));
+    launch(m, w, w.scalar_queue, MOST_SCALAR, f);
 }
 
-// What the lanes have found for register r of a load or an atomic.
-inline Lanes<u32> found(const Flight& f, int r) {
-    Extend extend = f.kind == Flight::LOAD ? Extend(f.words[0]) : WHOLE;
-    const u32* old = f.words.data() + 1;
-    Lanes<u32> row;
+// Beside the half that a load has found the other one as it was.
+inline void join_halves(Flight& f) {
     for (int l = 0; l < LANES; l++) {
-        u32 word = 0;  // of a lane beyond a buffer's end
-        std::memcpy(&word, &f.bytes_of[l * f.bytes + 4 * r], std::min(4, f.bytes));
-        if (extend == LOW_HALF) word = (old[l] & 0xFFFF0000) | word;
-        if (extend == HIGH_HALF) word = (old[l] & 0xFFFF) | word << 16;
-        row.lane[l] = word;
+        u32& word = f.data[0][l];
+        u32 old = f.data[1][l];
+        word = f.what == LOW_HALF ? (old & 0xFFFF0000) | word : (old & 0xFFFF) | word << 16;
     }
-    return row;
 }
 
 inline void arrive(Wave& w, Flight& f) {
-    for (int r = 0; r < f.rows; r++)
-        if (f.kind == Flight::SCALAR_LOAD) w.fill(f, r, &f.words[r]);
-        else if (f.kind == Flight::LDS) w.fill(f, r, &f.words[2 + r * LANES]);
-        else w.fill(f, r, found(f, r).lane);
+    if (f.kind == Flight::LOAD && f.what != WHOLE) join_halves(f);
+    for (int r = 0; r < f.rows; r++) w.fill(f, r, f.kind == Flight::SCALAR_LOAD ? &f.data[0][r] : f.data[r]);
 }
 
 #define GLOBAL_LOAD(NAME, BYTES, EXTEND) \
@@ -367,11 +341,9 @@ static const Operation MEMORY_OPERATIONS[] = {
     ATOMIC(SWAP, 1, (void(old), a)),
     ATOMIC(CMPSWAP, 2, old == b ? a : old),
     {"BUFFER_WBL2", [](Machine& m, Wave& w, const Inst& i) {
-         Flight f;
-         f.kind = Flight::WRITE_BACK;
-         f.inst = &i;
+         Flight& f = w.vector_queue.next(m.landed, Flight::WRITE_BACK, i);
          f.scope = i.scope;
-         launch(m, w, w.vector_queue, MOST_VECTOR, std::move(f));
+         launch(m, w, w.vector_queue, MOST_VECTOR, f);
      }},
     {"BUFFER_INV", [](Machine& m, Wave& w, const Inst& i) { invalidate(m, w, i.scope); }},
     LDS(DS_READ_B32, READ, 4, 0),

@@ -76,7 +76,7 @@ inline void dot2(Wave& w, const Inst& i) {
         for (int half = 0; half < 2; half++) {
             int select = half ? i.opsel_hi : i.opsel, negate = half ? i.neg_hi : i.neg;
             f16 x = bits_to<f16>(u16(a[l] >> (select & 1 ? 16 : 0))), y = bits_to<f16>(u16(b[l] >> (select & 2 ? 16 : 0)));
-            product[half] = double(x) * double(y) * (negate & 1 ? -1 : 1) * (negate & 2 ? -1 : 1);
+            product[half] = widened(x) * widened(y) * (negate & 1 ? -1 : 1) * (negate & 2 ? -1 : 1);
         }
         out.lane[l] = float(double(float(double(c[l]) + product[0])) + product[1]);
     }
@@ -111,30 +111,33 @@ inline void mixed_fma(Wave& w, const Inst& i, int half) {
 }
 
 inline double bf16_value(u16 bits) { return bits_to<float>(u32(bits) << 16); }
-inline double f16_value(u16 bits) { return bits_to<f16>(bits); }
+inline double f16_value(u16 bits) { return widened(bits_to<f16>(bits)); }
 
 // D[M][N] = A[M][K] B[K][N] + C, one block, over all lanes whatever EXEC says. Lane l holds row l % M of A (column of B)
 // and K / (64 / M) neighbouring values of it from (l / M) on; of D, column l % N and rows in groups of four.
 template <int M, int K, class Value> inline void matrix_op(Wave& w, const Inst& i, Value value) {
     constexpr int PER = M * K / LANES, OUT = M * M / LANES;
     static_assert(M == 16 || M == 32);
-    double a[M][K], b[M][K];
+    double a[M][K], b[K][M];
     for (int j = 0; j < PER; j++) {
         const u32 *of_a = w.row(i.src[0] + j / 2, ALL), *of_b = w.row(i.src[1] + j / 2, ALL);
         for (int l = 0; l < LANES; l++) {
             int k = PER * (l / M) + j;
             a[l % M][k] = value(u16(of_a[l] >> 16 * (j & 1)));
-            b[l % M][k] = value(u16(of_b[l] >> 16 * (j & 1)));
+            b[k][l % M] = value(u16(of_b[l] >> 16 * (j & 1)));
         }
     }
     Lanes<u32> out[OUT];
     for (int r = 0; r < OUT; r++) {
         const u32* c = i.src[2] >= ROW ? w.row(i.src[2] + r, ALL) : nullptr;
-        for (int l = 0; l < LANES; l++) {
-            int row = M == 32 ? 8 * (r / 4) + 4 * (l / 32) + r % 4 : 4 * (l / 16) + r, column = l % M;
-            double sum = bits_to<float>(c ? c[l] : u32(scalar_bits<float>(w, i.src[2], 0)));
-            for (int k = 0; k < K; k++) sum += a[row][k] * b[column][k];
-            out[r].lane[l] = bits_to<u32>(float(sum));
+        u32 constant = c ? 0 : u32(scalar_bits<float>(w, i.src[2], 0));
+        for (int first = 0; first < LANES; first += M) {  // lanes of one row of D
+            int row = M == 32 ? 8 * (r / 4) + first / 8 + r % 4 : first / 4 + r;
+            double sum[M];
+            for (int n = 0; n < M; n++) sum[n] = bits_to<float>(c ? c[first + n] : constant);
+            for (int k = 0; k < K; k++)
+                for (int n = 0; n < M; n++) sum[n] += a[row][k] * b[k][n];
+            for (int n = 0; n < M; n++) out[r].lane[first + n] = bits_to<u32>(float(sum[n]));
         }
     }
     for (int r = 0; r < OUT; r++) w.set_row(i.dst + r, out[r].lane, ALL);
@@ -149,7 +152,7 @@ template <int M, int K, class Value> inline void matrix_op(Wave& w, const Inst& 
          packed_f16(w, i, SOURCES, [](f16 a, f16 b, [[maybe_unused]] f16 c) -> f16 { return EXPR; }); \
      }}
 #define MATRIX(NAME, M, K, VALUE) \
-    {#NAME, [](Machine&, Wave& w, const Inst& i) { matrix_op<M, K>(w, i, VALUE); }}
+    {#NAME, [](Machine&, Wave& w, const Inst& i) { matrix_op<M, K>(w, i, [](u16 bits) { return VALUE(bits); }); }}
 
 static const Operation PACKED_OPERATIONS[] = {
     PACKED32(V_PK_ADD_F32, 2, a + b),
@@ -158,7 +161,7 @@ static const Operation PACKED_OPERATIONS[] = {
     V2(V_PACK_B32_F16, u32, f16, f16, bits_to<u16>(a) | u32(bits_to<u16>(b)) << 16),
     PACKED16(V_PK_ADD_F16, 2, f16(a + b)),
     PACKED16(V_PK_MUL_F16, 2, f16(a* b)),
-    PACKED16(V_PK_FMA_F16, 3, f16(double(a) * double(b) + double(c))),
+    PACKED16(V_PK_FMA_F16, 3, narrowed(widened(a) * widened(b) + widened(c))),
     PACKED16(V_PK_MAX_F16, 2, max_num(a, b)),
     PACKED16(V_PK_MIN_F16, 2, min_num(a, b)),
     {"V_PK_MOV_B32", [](Machine&, Wave& w, const Inst& i) {

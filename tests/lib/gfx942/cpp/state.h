@@ -1,8 +1,9 @@
 // What a gfx942 executor holds: instructions as decoded (../decode.py fills the same record), waves, workgroups.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <deque>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -12,6 +13,7 @@ using u8 = uint8_t;
 using u16 = uint16_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
+using i8 = int8_t;
 using i16 = int16_t;
 using i32 = int32_t;
 using i64 = int64_t;
@@ -47,6 +49,8 @@ struct alignas(64) Row {
 
 struct Workgroup;
 
+constexpr int MOST_WORDS = 4;  // that a lane's operation is about
+
 // A memory operation that was issued and that no wait has covered yet.
 struct Flight {
     enum Kind { LOAD, STORE, ATOMIC, WRITE_BACK, SCALAR_LOAD, LDS } kind;
@@ -54,17 +58,61 @@ struct Flight {
     bool performed = false;
     int scope = 0, bytes = 0;
     u64 mask = 0;
-    u8 left[LANES] = {};         // of each lane's words, a bit each: those that memory has not seen yet
-    std::vector<u64> addresses;  // one a lane
-    std::vector<u64> lines;
-    std::vector<u8> bytes_of;    // [lane][bytes]: what a store brings or a load has found
-    int rows = 0;                // registers from its destination on that it is to fill
-    u64 fills = 0;               // in these lanes
-    std::vector<u32> words;      // what LDS or a scalar load is about: operands, then the result
+    int rows = 0;            // registers from its destination on that it is to fill
+    u64 fills = 0;           // in these lanes
+    int what = 0, step = 0;  // of LDS; how a load extends
+    int operands = 0;        // of an atomic
+    u64 (*modify)(u64, u64, u64) = nullptr;
+    std::vector<u64> lines;  // sorted, in adversarial memory
+    u8 left[LANES];          // of each lane's words, a bit each: those that memory has not seen yet
+    u64 addresses[LANES];
+    // What it brings, and what it finds in place of that: words of each lane; of a scalar load one behind the other.
+    u32 data[MOST_WORDS][LANES];
+
+    // As good as new, but for the last three, which are the maker's to fill.
+    void clear() {
+        performed = false;
+        scope = bytes = rows = what = step = operands = 0;
+        mask = fills = 0;
+        modify = nullptr;
+        lines.clear();
+    }
 
     // For this compute unit alone; and not even atomically so.
     bool local() const { return (kind == LOAD || kind == STORE) && scope < AGENT_SCOPE; }
     bool plain() const { return local() && scope == WAVE_SCOPE; }
+};
+
+// Operations in flight in the order of their issue. Those that have landed leave their room to others, of any wave:
+// what was used last is still in the processor's caches.
+class Queue {
+  public:
+    using Flights = std::vector<std::unique_ptr<Flight>>;
+
+    size_t size() const { return flying_.size(); }
+    bool empty() const { return flying_.empty(); }
+    Flight& operator[](size_t k) const { return *flying_[k]; }
+    Flights::const_iterator begin() const { return flying_.begin(); }
+    Flights::const_iterator end() const { return flying_.end(); }
+
+    // What is issued next: in no order yet before `push`.
+    Flight& next(Flights& landed, Flight::Kind kind, const Inst& i) {
+        if (!next_ && landed.empty()) next_ = std::make_unique<Flight>();
+        if (!next_) next_ = std::move(landed.back()), landed.pop_back();
+        next_->clear();
+        next_->kind = kind;
+        next_->inst = &i;
+        return *next_;
+    }
+    void push() { flying_.push_back(std::move(next_)); }
+    void remove(Flights& landed, size_t k) {
+        landed.push_back(std::move(flying_[k]));
+        flying_.erase(flying_.begin() + long(k));
+    }
+
+  private:
+    Flights flying_;
+    std::unique_ptr<Flight> next_;
 };
 
 // In a row's lanes of the mask these values.
@@ -73,15 +121,19 @@ inline void put(Row& row, const u32* value, u64 mask) {
         std::memcpy(row.lane, value, sizeof row.lane);
         return;
     }
-    for (int l = 0; l < LANES; l++) row.lane[l] = mask >> l & 1 ? value[l] : row.lane[l];
+    for (int first = 0; first < LANES; first += 32) {  // masks as wide as the lanes, for vectors of them
+        u32 half = u32(mask >> first);
+        for (int l = 0; l < 32; l++) row.lane[first + l] = half >> l & 1 ? value[first + l] : row.lane[first + l];
+    }
 }
 
 struct Wave {
     enum State { RUNNING, AT_BARRIER, ENDED } state = RUNNING;
     Workgroup* group = nullptr;
+    int index = 0;  // in its workgroup
     i32 pc = 0;  // index into the code
     bool scc = false;
-    std::deque<Flight> vector_queue, scalar_queue;  // what vmcnt and lgkmcnt count
+    Queue vector_queue, scalar_queue;  // what vmcnt and lgkmcnt count
 
     Wave() {
         for (u32& s : sgpr_) s = UNSET;
@@ -122,41 +174,84 @@ struct Wave {
     void await(Flight& f, int rows, u64 lanes) {
         f.rows = rows;
         f.fills = lanes;
-        const std::deque<Flight>* in_order = f.kind == Flight::LDS ? &scalar_queue : &vector_queue;
+        const Queue* in_order = f.kind == Flight::LDS ? &scalar_queue : &vector_queue;
         if (f.kind == Flight::SCALAR_LOAD) in_order = nullptr;
         for (int code = f.inst->dst; code < f.inst->dst + rows; code++) {
-            touch(code, lanes, in_order);
-            due_[size_t(code)]++;
+            if (due_[code]) must_not_fill(code, lanes, in_order);
+            due_[code]++;
         }
     }
     // Register r of those has come.
     void fill(const Flight& f, int r, const u32* value) {
         int code = f.inst->dst + r;
-        due_[size_t(code)]--;
+        due_[code]--;
         if (code < ROW) sgpr_[code] = *value;
         else put(row_[code - ROW], value, f.fills);
     }
 
   private:
     u32 sgpr_[WAVE_SGPRS];
-    std::vector<Row> row_ = std::vector<Row>(WAVE_ROWS);
-    std::vector<u16> due_ = std::vector<u16>(ROW + WAVE_ROWS);  // in flight to fill each register
+    u16 due_[ROW + WAVE_ROWS] = {};  // in flight to fill each register
+    Row row_[WAVE_ROWS];
 
-    void touch(int code, u64 lanes, const std::deque<Flight>* in_order = nullptr) const {
-        if (!due_[size_t(code)]) return;
-        for (const std::deque<Flight>* queue : {&vector_queue, &scalar_queue})
-            for (const Flight& f : *queue)
-                if (queue != in_order && code >= f.inst->dst && code < f.inst->dst + f.rows && f.fills & lanes)
+    void touch(int code, u64 lanes) const {
+        if (due_[code]) [[unlikely]]
+            must_not_fill(code, lanes, nullptr);
+    }
+    // Kept out of `touch`, which is in every instruction.
+    [[gnu::noinline]] void must_not_fill(int code, u64 lanes, const Queue* in_order) const {
+        for (const Queue* queue : {&vector_queue, &scalar_queue})
+            for (const auto& f : *queue)
+                if (queue != in_order && code >= f->inst->dst && code < f->inst->dst + f->rows && f->fills & lanes)
                     throw Fault("register " + std::to_string(code) + " is touched while a load is to fill it: no wait");
     }
 };
 
 // Who touched a byte of LDS last, and between which barriers of the workgroup.
 struct LdsUse {
-    u32 written = 0, read = 0;  // barriers before, + 1
-    int writer = -1, reader = -1;  // -2: several waves
-    u64 agreed = 0;                // waves that wrote the same value behind the writer: they read their own
-    bool added = false;            // all that was written between these barriers, by atomics
+    u32 written = 0, read = 0;    // barriers before, + 1
+    u32 agreed = 0;               // waves that wrote the same value behind the writer: they read their own
+    i8 writer = -1, reader = -1;  // -2: several waves
+    bool added = false;           // all that was written between these barriers, by atomics
+    bool operator==(const LdsUse&) const = default;
+};
+
+// Of all bytes. Nearly all accesses are of whole words: one has one record, until a part of it is used.
+class LdsUses {
+  public:
+    void resize(size_t bytes) {
+        words_.resize((bytes + 3) / 4);
+        parted_.resize(words_.size());
+    }
+    // F(use, where it begins) of all that these bytes have.
+    template <class F> void each(u32 first, u32 bytes, F f) {
+        for (u32 at = first, end = first + bytes; at < end;) {
+            u32 word = at / 4, whole = at % 4 == 0 && at + 4 <= end;
+            if (whole && !parted_[word]) {
+                f(words_[word], at);
+                at += 4;
+                continue;
+            }
+            part(word);
+            for (u32 last = std::min(end, 4 * word + 4); at < last; at++) f(bytes_[at], at);
+            if (whole) join(word);
+        }
+    }
+
+  private:
+    void part(u32 word) {
+        if (parted_[word]) return;
+        parted_[word] = true;
+        bytes_.resize(4 * words_.size());
+        std::fill_n(bytes_.begin() + 4 * word, 4, words_[word]);
+    }
+    void join(u32 word) {
+        const LdsUse* of = &bytes_[4 * word];
+        parted_[word] = !(of[0] == of[1] && of[0] == of[2] && of[0] == of[3]);
+        words_[word] = of[0];
+    }
+    std::vector<LdsUse> words_, bytes_;
+    std::vector<u8> parted_;
 };
 
 // The same of a byte of memory that plain stores reach.
@@ -171,8 +266,9 @@ struct Workgroup {
     int index = 0, gpu = 0, xcd = 0;  // xcd: which L2 it has, unique over all GPUs
     u32 barriers = 1;  // + 1
     std::vector<Wave> waves;
+    u64 running = 0, flying = 0;  // waves by their index: those that run, and that have anything in flight
     std::vector<u8> lds;
-    std::vector<LdsUse> lds_use;
+    LdsUses lds_use;
     std::unordered_map<u64, MemoryUse> memory_use;
     int local_stores = 0;  // in flight
     bool lanes_meet = false;  // no lane may read what one holds that is off
