@@ -117,12 +117,15 @@ inline bool overlap(const std::vector<u64>& a, const std::vector<u64>& b) {  // 
 
 inline bool same_bytes(const Flight& a, const Flight& b) {
     if (!overlap(a.lines, b.lines)) return false;
-    for (int l = 0; l < LANES; l++)
-        if (a.mask >> l & 1)
-            for (int o = 0; o < LANES; o++)
-                if (b.mask >> o & 1 && a.addresses[l] < b.addresses[o] + u64(b.bytes) &&
-                    b.addresses[o] < a.addresses[l] + u64(a.bytes))
-                    return true;
+    const u64 some = b.addresses[__builtin_ctzll(b.mask)], reach = u64(a.bytes) + u64(b.bytes) - 1;
+    u64 of_b[LANES];  // no mask in the loop of all pairs, nor a way out: for vectors of them
+    for (int o = 0; o < LANES; o++) of_b[o] = b.mask >> o & 1 ? b.addresses[o] : some;
+    for (u64 left = a.mask; left; left &= left - 1) {
+        const u64 last = a.addresses[__builtin_ctzll(left)] + u64(a.bytes) - 1;
+        bool any = false;
+        for (u64 first : of_b) any |= last - first < reach;
+        if (any) return true;
+    }
     return false;
 }
 

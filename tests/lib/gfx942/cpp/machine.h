@@ -38,17 +38,6 @@ class Random {
     u64 state_;
 };
 
-// Of the sizes that instructions have, inline.
-inline void copy_few(u8* to, const u8* from, u64 bytes) {
-    switch (bytes) {
-    case 2: std::memcpy(to, from, 2); break;
-    case 4: std::memcpy(to, from, 4); break;
-    case 8: std::memcpy(to, from, 8); break;
-    case 16: std::memcpy(to, from, 16); break;
-    default: std::memcpy(to, from, bytes);
-    }
-}
-
 struct Machine {
     std::vector<Inst> code;
     std::vector<u64> executed;  // how often each instruction was

@@ -177,24 +177,36 @@ inline void lds_op(Machine& m, Wave& w, const Inst& i, Lds what, int bytes, int 
 }
 
 // Two waves that touch the same byte without a barrier between, one of them to change it, race, unless both add.
-inline void check_race(Wave& w, u32 first, const void* value, int bytes, bool adds = false) {
-    Workgroup& g = *w.group;
-    int me = w.index;
-    if (value && (bytes == 4 ? std::memcmp(&g.lds[first], value, 4) : std::memcmp(&g.lds[first], value, bytes)) == 0) {
-        g.lds_use.each(first, bytes, [&](LdsUse& use, u32) {  // no change, no harm
-            if (use.written == g.barriers) use.agreed |= 1u << me;
-        });
+enum Use { READS, WRITES, ADDS };
+
+[[noreturn, gnu::noinline]] inline void race(u32 at) {
+    throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
+}
+
+template <Use HOW> [[gnu::always_inline]] inline void note_use(LdsUse& use, u32 at, u32 now, int me) {
+    bool wrote = use.written == now, other_wrote = wrote && use.writer != me && !(HOW == ADDS && use.added);
+    if (HOW == READS && (use.agreed >> me & 1)) other_wrote = false;
+    bool other_read = use.read == now && use.reader != me;
+    if (other_wrote || (HOW != READS && other_read)) race(at);
+    if (HOW == READS) {
+        use.reader = i8(other_read ? -2 : me);
+        use.read = now;
         return;
     }
-    g.lds_use.each(first, bytes, [&](LdsUse& use, u32 at) {
-        bool wrote = use.written == g.barriers, other_wrote = wrote && use.writer != me && !(adds && use.added);
-        if (!value && (use.agreed >> me & 1)) other_wrote = false;
-        bool other_read = use.read == g.barriers && use.reader != me;
-        if (other_wrote || (value && other_read))
-            throw Fault("a race for byte " + std::to_string(at) + " of LDS: no barrier between waves");
-        if (value) use.agreed = 0, use.added = adds && (!wrote || use.added), use.writer = i8(wrote && adds && use.writer != me ? -2 : me), use.written = g.barriers;
-        else use.reader = i8(other_read ? -2 : me), use.read = g.barriers;
-    });
+    use.agreed = 0;
+    use.added = HOW == ADDS && (!wrote || use.added);
+    use.writer = i8(wrote && HOW == ADDS && use.writer != me ? -2 : me);
+    use.written = now;
+}
+
+// Of what holds `old` and is to hold `next`.
+template <Use HOW> inline void check_race(Wave& w, u32 first, int bytes, u64 old, u64 next) {
+    Workgroup& g = *w.group;
+    const u32 now = g.barriers;
+    const int me = w.index;
+    if (HOW != READS && old == next)  // no change, no harm
+        g.lds_use.each(first, bytes, [&](LdsUse& use, u32) { use.agreed |= u32(use.written == now) << me; });
+    else g.lds_use.each(first, bytes, [&](LdsUse& use, u32 at) { note_use<HOW>(use, at, now, me); });
 }
 
 // What lanes hold comes to others.
@@ -207,40 +219,53 @@ inline void move_lanes(Flight& f) {
     std::memcpy(f.data[0], out.lane, sizeof out.lane);
 }
 
-inline void perform_lds(Wave& w, Flight& f) {
+template <Use HOW, int BYTES> inline void use_lds(Wave& w, u8* here, u32 at, u32& word) {
+    u32 old = 0, next = 0;
+    std::memcpy(&old, here, BYTES);
+    std::memcpy(&next, &word, BYTES);
+    check_race<HOW>(w, at, BYTES, old, next);
+    if (HOW == WRITES) std::memcpy(here, &word, BYTES);
+    else word = old;
+}
+
+inline void add_in_lds(Wave& w, u8* here, u32 at, const Flight& f, int lane) {
+    u64 old = 0, sum, by = 0;
+    std::memcpy(&old, here, f.bytes);
+    for (int k = 0; k < words_of(f); k++) by |= u64(f.data[k][lane]) << 32 * k;
+    sum = (old + by) & ALL >> (64 - 8 * f.bytes);
+    check_race<ADDS>(w, at, f.bytes, old, sum);
+    std::memcpy(here, &sum, f.bytes);
+}
+
+template <Use HOW> inline void move_lds(Wave& w, Flight& f) {
     const Inst& i = *f.inst;
-    Lds what = Lds(f.what);
-    if (what == SWIZZLE || what == PERMUTE_FROM) return move_lanes(f);
-    int rows = words_of(f);
     std::vector<u8>& lds = w.group->lds;
-    u32 offset = u32(i.offset) | (what == READ_TWO || what == WRITE_TWO ? 0 : u32(i.offset1) << 8);
-    for (int l = 0; l < LANES; l++) {
-        if (!(f.mask >> l & 1)) continue;
-        bool two = what == READ_TWO || what == WRITE_TWO;
-        for (int part = 0; part < (two ? 2 : 1); part++) {
-            u32 at = u32(f.addresses[l]) + (two ? u32((part ? i.offset1 : i.offset) * f.step) : offset);  // may wrap
+    const int rows = words_of(f), parts = f.what == READ_TWO || f.what == WRITE_TWO ? 2 : 1;
+    const u32 whole = u32(i.offset) | u32(i.offset1) << 8;
+    const u32 offsets[2] = {parts == 1 ? whole : u32(i.offset * f.step), u32(i.offset1 * f.step)};
+    for (u64 left = f.mask; left; left &= left - 1) {
+        const int l = __builtin_ctzll(left);
+        for (int part = 0; part < parts; part++) {
+            u32 at = u32(f.addresses[l]) + offsets[part];  // may wrap
             if (u64(at) + f.bytes > lds.size())
                 throw Fault("an access to " + std::to_string(f.bytes) + " bytes at " + std::to_string(at) +
                             " of LDS, which has " + std::to_string(lds.size()));
-            if (what == ADD) {
-                u64 sum = 0, by = 0;
-                std::memcpy(&sum, &lds[at], f.bytes);
-                for (int k = 0; k < rows; k++) by |= u64(f.data[k][l]) << 32 * k;
-                sum += by;
-                check_race(w, at, &sum, f.bytes, true);
-                std::memcpy(&lds[at], &sum, f.bytes);
-                continue;
-            }
-            for (int k = 0; k < rows; k++) {
-                u32& word = f.data[part * rows + k][l];
-                bool writes = changes(what);
-                check_race(w, at + 4 * k, writes ? &word : nullptr, std::min(4, f.bytes));
-                u8 *here = reinterpret_cast<u8*>(&word), *there = &lds[at + 4 * k];
-                if (!writes) word = 0;
-                copy_few(writes ? there : here, writes ? here : there, std::min(4, f.bytes));
-            }
+            u8* here = &lds[at];
+            if (HOW == ADDS) add_in_lds(w, here, at, f, l);
+            else if (f.bytes == 1) use_lds<HOW, 1>(w, here, at, f.data[0][l]);
+            else if (f.bytes == 2) use_lds<HOW, 2>(w, here, at, f.data[0][l]);
+            else
+                for (int k = 0; k < rows; k++) use_lds<HOW, 4>(w, here + 4 * k, at + 4 * k, f.data[part * rows + k][l]);
         }
     }
+}
+
+inline void perform_lds(Wave& w, Flight& f) {
+    Lds what = Lds(f.what);
+    if (what == SWIZZLE || what == PERMUTE_FROM) move_lanes(f);
+    else if (what == ADD) move_lds<ADDS>(w, f);
+    else if (changes(what)) move_lds<WRITES>(w, f);
+    else move_lds<READS>(w, f);
 }
 
 // ---- scalar memory ----
