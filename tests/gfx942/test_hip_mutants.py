@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.lib.compiled import from_own_end, made_in_run
-from tests.lib.gfx942.hip_kernel import KERNEL
-from tests.lib.gfx942.hip_mutants import (
+from tests.lib.gfx942.argued import (
     ARGUED,
     ARGUED_OF,
     JOIN,
@@ -18,6 +17,9 @@ from tests.lib.gfx942.hip_mutants import (
     MERGE,
     OF_MANY,
     SUMS_BEHIND,
+)
+from tests.lib.gfx942.hip_kernel import KERNEL
+from tests.lib.gfx942.hip_mutants import (
     WALK,
     Record,
     caught,
@@ -149,7 +151,15 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 96), mutant.named()
 
 
-MORE_ARGUED = ("laneformer", "heads", "many", "columns", "columns of waves", "columns of heads")
+MORE_ARGUED = (
+    "laneformer",
+    "heads",
+    "many",
+    "columns",
+    "columns of waves",
+    "columns of heads",
+    "chunk",
+)
 
 
 @pytest.mark.parametrize("case", some_always(["split", "wide", *MORE_ARGUED], "wide"))
