@@ -46,6 +46,11 @@ class Claim(Inbox):
         self.request = replace(self.request, slot=slot, cached=cached)
         self._tell_news()
 
+    @property
+    def num_made(self) -> int:
+        """Tokens that the backend has made, read or not."""
+        return len(self._made)
+
     def listen(self, news: Callable[[], None]) -> None:
         """Call `news` now and whenever there may be something to read, in whichever thread brings it.
 

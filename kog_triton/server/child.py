@@ -3,6 +3,7 @@
 It ends with the server: by the kernel's signal where there is one, and when the socket ends.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -95,6 +96,12 @@ class EngineServer:
         if number in self._served:
             self._served[number].claim.cancel()
 
+    def weigh(self) -> None:
+        held: dict[str, int] = {}
+        with contextlib.suppress(Exception):  # the backend's own thread may add to it meanwhile
+            held = self._llm.engine.backend.memory_bytes()
+        self._outbox.send(wire.frame(wire.Held(held)))
+
     def _beat(self) -> None:
         engine = self._llm.engine
         while not engine.closed:
@@ -148,7 +155,6 @@ def opened(llm: "LLM") -> wire.Opened:
         gpu=engine.backend.gpu.name if engine.backend.gpu else None,
         peak=engine.peak,
         load_s=llm.load_s,
-        memory_bytes=engine.backend.memory_bytes(),
         kv_bound_bytes=llm.kv_cache_bound_bytes(),
     )
 
@@ -173,6 +179,8 @@ def serve(channel: socket.socket) -> None:
                 return
             elif isinstance(message, wire.Start):
                 server.start(message)
+            elif isinstance(message, wire.Weigh):
+                server.weigh()
             else:
                 server.cancel(message.id)
 

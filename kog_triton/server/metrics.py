@@ -16,6 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kog_triton.claim import Claim
 from kog_triton.errors import RunError
 from kog_triton.outputs import RequestOutput
 from kog_triton.server.admission import Admission
@@ -86,10 +87,8 @@ class ServerMetrics(Collector):
     def finished(self, output: RequestOutput) -> None:
         """One sample has ended without an error."""
         m = output.metrics
-        self._ended[output.outputs[0].finish_reason or "abort"] += 1
-        self._prompt_tokens += m.prompt_tokens
-        self._cached_tokens += m.cached_tokens
-        self._output_tokens += m.output_tokens
+        reason = output.outputs[0].finish_reason or "abort"
+        self._count(reason, m.prompt_tokens, m.cached_tokens, m.output_tokens)
         if m.queue_s is not None:
             self._queue.observe(m.queue_s)
         if m.prefill_s is not None:
@@ -98,6 +97,18 @@ class ServerMetrics(Collector):
             self._first_token.observe(m.ttft_s)
             self._decode.observe(m.total_s - m.ttft_s)
         self._whole.observe(m.total_s)
+
+    def aborted(self, claim: Claim) -> None:
+        """One sample has ended because its client left: its tokens count, its times do not."""
+        began, asked = claim.queue_s is not None, claim.request
+        prompt = len(asked.prompt) if began else 0  # of one that waited still, nothing was computed
+        self._count("abort", prompt, asked.cached, claim.num_made)
+
+    def _count(self, reason: str, prompt: int, cached: int, output: int) -> None:
+        self._ended[reason] += 1
+        self._prompt_tokens += prompt
+        self._cached_tokens += cached
+        self._output_tokens += output
 
     def failed(self, error: BaseException) -> None:
         """One request has ended with an error."""

@@ -107,7 +107,7 @@ class Samples:
         finally:
             self._starting = False
         if self.cancelled:  # meanwhile
-            claim.cancel()
+            self._leave(claim)
             return
         generation = self._model.generation(claim, job.prompt)
         self._running[index] = generation, claim
@@ -117,10 +117,22 @@ class Samples:
         """End what runs; nothing more is read. Without effect once all have ended."""
         self.cancelled = bool(self._running or self._waiting or self._starting)
         self._waiting.clear()
-        for generation, _ in self._running.values():
-            generation.cancel()
+        for generation, claim in self._running.values():
+            if not generation.finished:  # by its error, which is counted as that
+                self._leave(claim)
         self._running.clear()
         self._news.set()
+
+    def _leave(self, claim: RemoteClaim) -> None:
+        """End one whose client has left; it is counted with the engine's last word of it, once."""
+
+        def heard() -> None:
+            if claim.ended:
+                claim.listen(lambda: None)
+                self._metrics.aborted(claim)
+
+        claim.cancel()
+        claim.listen(heard)
 
     def _heard(self, claim: RemoteClaim) -> None:
         # what waits for the pace, up to 65,536 tokens or those of 10 s, is the client's own wish

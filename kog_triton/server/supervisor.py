@@ -10,6 +10,7 @@ What an engine had in flight fails with EngineLost; the next request finds the n
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,6 +53,7 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._next = 1
+        self._weighing: deque[asyncio.Future[dict[str, int]]] = deque()
         self._beats, self._beaten = -1, 0.0
         self.state = "loading"
         self.num_restarts = 0
@@ -106,6 +108,15 @@ class Supervisor:
         if self.model is None:
             return 0.0
         return sum(self.kv_tokens.values()) / (self.model.num_slots * self.model.max_context)
+
+    async def memory_bytes(self) -> dict[str, int]:
+        """What the engine holds now; nothing while none is there."""
+        if self.state != "ready" or self._process is None:
+            return {}
+        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self._weighing.append(answer)
+        self._process.send(wire.Weigh())
+        return await answer
 
     # ---- requests ----
 
@@ -165,6 +176,8 @@ class Supervisor:
                     claim.push(step)
         elif isinstance(message, wire.Beat):
             self._hear(message)
+        elif isinstance(message, wire.Held):
+            self._weighed(message.memory_bytes)
         elif isinstance(message, wire.Opened | wire.NotOpened):
             self._hear_opened(message)
         elif (claim := self._claims.get(message.id)) is not None:
@@ -184,6 +197,10 @@ class Supervisor:
         else:
             self._fail(claim, wire.error_of(message.kind, message.message))
 
+    def _weighed(self, held: dict[str, int]) -> None:
+        if self._weighing and not (asked := self._weighing.popleft()).done():
+            asked.set_result(held)
+
     def _fail(self, claim: RemoteClaim, error: KogError) -> None:
         if not claim.accepted.done():
             claim.accepted.set_exception(error)
@@ -192,6 +209,8 @@ class Supervisor:
     def _fail_all(self, why: str) -> None:
         for claim in list(self._claims.values()):
             self._fail(claim, EngineLost(why))
+        while self._weighing:
+            self._weighed({})
         self._claims.clear()
         self.kv_tokens.clear()
 

@@ -1,7 +1,7 @@
 """What server and engine process say to each other: one message a frame, a frame behind its length.
 
-    server  Open ......... Start(id) ............................ Cancel(id)
-    engine       Opened          Accepted(id) Began(id) Steps(id) ...          Ended(id)      Beat, always
+    server  Open ......... Start(id) ............................ Cancel(id)            Weigh
+    engine       Opened          Accepted(id) Began(id) Steps(id) ...          Ended(id)      Held   Beat, always
 
 A request ends with the Steps that hold a finish, or with Ended, which says what went wrong.
 """
@@ -41,6 +41,10 @@ class Cancel(msgspec.Struct, tag=True, array_like=True):
     id: int
 
 
+class Weigh(msgspec.Struct, tag=True, array_like=True):
+    """Asks for Held."""
+
+
 class Opened(msgspec.Struct, tag=True, array_like=True):
     """What the engine process opened: the model as it runs."""
 
@@ -55,7 +59,6 @@ class Opened(msgspec.Struct, tag=True, array_like=True):
     gpu: str | None  # as schedule/topology.py names it; None on a CPU and on a GPU without a row
     peak: Peak | None
     load_s: float
-    memory_bytes: dict[str, int]
     kv_bound_bytes: int
 
 
@@ -103,6 +106,12 @@ class Ended(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
+class Held(msgspec.Struct, tag=True, array_like=True):
+    """What the backend holds now."""
+
+    memory_bytes: dict[str, int]
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """The engine's heartbeat: `beats` changes while the backend goes on with what runs, or is `compiling`."""
 
@@ -111,8 +120,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     compiling: bool
 
 
-FromServer: TypeAlias = Open | Start | Cancel
-FromEngine: TypeAlias = Opened | NotOpened | Accepted | Began | Steps | Scores | Ended | Beat
+FromServer: TypeAlias = Open | Start | Cancel | Weigh
+FromEngine: TypeAlias = Opened | NotOpened | Accepted | Began | Steps | Scores | Ended | Held | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 from_server = msgspec.msgpack.Decoder(FromServer)

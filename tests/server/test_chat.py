@@ -289,7 +289,9 @@ def test_progress_tells_the_depth_and_a_cpu_has_no_share_of_a_peak(server):
     prompt = timings["kv_depth"] - timings["predicted_n"] + 1
     told = [(e["progress"]["completion_tokens"], e["progress"]["kv_depth"]) for e in events]
     assert all(depth == prompt + tokens - 1 for tokens, depth in told)
-    assert timings["mbu"] is None and server.get("/props").json()["gpu"] is None
+    props = server.get("/props").json()
+    assert timings["mbu"] is None and props["gpu"] is None
+    assert props["memory_bytes"]["kv_cache"] >= timings["kv_depth"]  # now, not when it was opened
 
 
 def test_a_streams_log_probabilities_are_the_answers(server):

@@ -116,6 +116,7 @@ def test_while_an_engine_starts_again_requests_are_refused_at_once(fragile, figu
     took = wait_for(lambda: not ready(fragile))
     response = fragile.post("/v1/completions", {"prompt": "x"})
     health = fragile.get("/health").status_code
+    assert fragile.get("/props").json()["memory_bytes"] == {}
     wait_for(lambda: ready(fragile))
     assert (response.status_code, health) == (503, 503)
     assert response.headers["retry-after"]

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -144,10 +145,27 @@ def running(server):
     return server.metric("kog:num_requests_running") + server.metric("kog:num_requests_waiting")
 
 
+@contextmanager
+def counted(server, prompt):
+    """One sample whose client leaves inside is counted as that, with the tokens that were made for nobody."""
+    names = ('request_success_total{finished_reason="abort"}', "prompt_tokens_total")
+    names += ("generation_tokens_total", "inter_token_latency_seconds_count")
+
+    def figures():
+        return [server.metric(f"kog:{name}") for name in names]
+
+    before = figures()
+    yield
+    wait_for(lambda: figures()[0] > before[0])
+    ended, told, made, gaps = (b - a for a, b in zip(before, figures(), strict=True))
+    assert (ended, told) == (1, len(f"[user]{prompt}\n[assistant]")) and made == gaps + 1 > 1
+
+
 def test_a_client_that_leaves_frees_its_slot(server, figure):
     prompt = server.play("endless", "x" * 400, tokens_per_s=10)
-    leave(server, prompt, 2)
-    seconds = wait_for(lambda: running(server) == 0)
+    with counted(server, prompt):
+        leave(server, prompt, 2)
+        seconds = wait_for(lambda: running(server) == 0)
     assert seconds < SLACK_S
     figure("R5", f"slot free {seconds * 1e3:.0f} ms after the disconnect")
 
@@ -155,9 +173,11 @@ def test_a_client_that_leaves_frees_its_slot(server, figure):
 def test_a_client_that_leaves_without_a_stream_frees_its_slot(server):
     prompt = server.play("endless", "x" * 400, tokens_per_s=10)
     body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
-    with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall(head(len(body)) + body)
-        wait_for(lambda: running(server) == 1)
+    with counted(server, prompt):
+        gaps = server.metric("kog:inter_token_latency_seconds_count")
+        with socket.create_connection(("127.0.0.1", server.port)) as raw:
+            raw.sendall(head(len(body)) + body)
+            wait_for(lambda: server.metric("kog:inter_token_latency_seconds_count") > gaps)
     assert wait_for(lambda: running(server) == 0) < SLACK_S
 
 

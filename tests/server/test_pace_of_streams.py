@@ -76,7 +76,7 @@ def model(checkpoint):
     from kog_triton.checkpoint.folder import Checkpoint
 
     spec = Checkpoint.open(checkpoint).spec
-    opened = Opened(str(checkpoint), spec, {}, [END], "fake", "", 2, 512, None, None, 0.0, {}, 0)
+    opened = Opened(str(checkpoint), spec, {}, [END], "fake", "", 2, 512, None, None, 0.0, 0)
     return ServedModel(opened, Tokenizer.load(checkpoint), ("fake",))
 
 

@@ -83,7 +83,7 @@ def test_a_template_that_is_none_ends_the_start(checkpoint, template, starts):
     class Engine:
         async def start(self):
             begun.append(self)
-            return Opened(str(checkpoint), None, {}, [], "b", "", 2, 512, None, None, 0.0, {}, 0)
+            return Opened(str(checkpoint), None, {}, [], "b", "", 2, 512, None, None, 0.0, 0)
 
     settings, service = Settings(llm={}, chat_template=template), SimpleNamespace(opened=None)
     if starts:

@@ -96,7 +96,7 @@ async def props(request: Request) -> dict[str, Any]:
         "build_info": f"kog_triton {__version__}",
         "backend": {"name": opened.backend, "reason": opened.reason},
         "gpu": opened.gpu,
-        "memory_bytes": opened.memory_bytes,
+        "memory_bytes": await supervisor.memory_bytes(),
         "kv_cache_bound_bytes": opened.kv_bound_bytes,
         "tool_call_parser": model.tool_parser,
         "reasoning": model.reasons,
