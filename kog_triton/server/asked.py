@@ -178,7 +178,7 @@ def template_kwargs(
 
 
 def usable_tools(tools: Sequence[Tool] | None) -> tuple[dict[str, Any], ...]:
-    """The functions among the tools, in OpenAI's form; agents send kinds that are for others, which are left out."""
+    """The functions among the tools, in OpenAI's form; other kinds are left out."""
     found = []
     for tool in tools or ():
         if tool.type != "function":

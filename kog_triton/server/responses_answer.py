@@ -167,7 +167,7 @@ class ResponsesAnswer(BlockStream):
             "temperature": params.temperature,
             "text": {"format": form.model_dump(by_alias=True) if form else {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": body.functions,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,

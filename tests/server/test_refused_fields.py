@@ -104,6 +104,22 @@ def test_fields_that_nobody_reads_are_named_by_their_place():
     assert asked.ignored == ["max_tool_calls", "reasoning.bogus", "stream_options.x"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [("chat/completions", {"messages": MESSAGES}, "web_search"), ("responses", {"input": "x"}, "web_search"),
+     ("messages", {"messages": MESSAGES, "max_tokens": 4}, "web_search_20250305")],
+)  # fmt: skip
+def test_tools_that_nobody_runs_are_named_and_not_told_as_active(server, path, body, kind):
+    own = {"name": "f", "input_schema": SCHEMA}
+    if path != "messages":
+        own = {"type": "function", "name": "f", "function": {"name": "f"}}
+    for tools in ([own, {"type": kind, "name": "w"}], [{"type": kind, "name": "w"}]):
+        response = server.post(f"/v1/{path}", body | {"tools": tools})
+        assert response.headers["x-kog-ignored"] == f"tools[{len(tools) - 1}]: {kind}"
+        assert response.json().get("tools", tools[:-1]) == tools[:-1]
+    assert "x-kog-ignored" not in server.post(f"/v1/{path}", body | {"tools": [own]}).headers
+
+
 # ---- log-probabilities of a completion ----
 
 

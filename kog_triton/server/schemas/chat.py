@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from pydantic import Field
@@ -43,6 +44,14 @@ class ChatBody(SamplingBody):
     audio: dict[str, Any] | None = None
     functions: Many[dict[str, Any]] | None = None
     function_call: Any = None
+
+    def _unknown(self) -> list[str]:
+        return super()._unknown() + others(tool.type for tool in self.tools or ())
+
+
+def others(kinds: Iterable[Any], known: Collection[Any] = ("function",)) -> list[str]:
+    """Tools of kinds that nobody runs here, as x-kog-ignored names them; agents send them with their functions."""
+    return [f"tools[{i}]: {str(kind)[:40]}" for i, kind in enumerate(kinds) if kind not in known]
 
 
 def parts_of(content: Any, where: str) -> Any:

@@ -6,11 +6,15 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.chat import ChatBody, content_of
+from kog_triton.server.schemas.chat import ChatBody, content_of, others
 from kog_triton.server.schemas.sampling import SHAPING, Body, Many
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
 CHANGING = "x-anthropic-billing-header:"
+FUNCTIONS = (
+    None,
+    "custom",
+)  # types of tools: of others, which Anthropic runs, a request describes no arguments
 
 
 class MessageBlock(Body):
@@ -28,6 +32,10 @@ class Conversation(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
+    def _unknown(self) -> list[str]:
+        kinds = (tool.get("type") for tool in self.tools or ())
+        return super()._unknown() + others(kinds, FUNCTIONS)
+
     def chat_fields(self) -> dict[str, Any]:
         """Fields of a chat request; Problem 400 for what is not supported."""
         messages: list[dict[str, Any]] = []
@@ -35,7 +43,11 @@ class Conversation(Body):
             messages.append({"role": "system", "content": text})
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")
-        tools = [_tool(tool, i) for i, tool in enumerate(self.tools or ()) if _is_function(tool)]
+        tools = [
+            _tool(tool, i)
+            for i, tool in enumerate(self.tools or ())
+            if tool.get("type") in FUNCTIONS
+        ]
         thinks = (self.thinking or {}).get("type")
         if thinks not in (None, "enabled", "disabled", "adaptive"):
             raise Problem(
@@ -166,11 +178,6 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
     if thoughts:
         told_message["reasoning_content"] = "".join(thoughts)
     return [*results, told_message]
-
-
-def _is_function(tool: dict[str, Any]) -> bool:
-    """Anthropic's own kinds, whose arguments a request does not describe, are left out."""
-    return tool.get("type") in (None, "custom")
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:

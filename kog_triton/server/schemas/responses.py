@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kog_triton.server.problems import Problem
-from kog_triton.server.schemas.chat import ChatBody, content_of
+from kog_triton.server.schemas.chat import ChatBody, content_of, others
 from kog_triton.server.schemas.sampling import MAX_LOGPROBS, SHAPING, Body, Many
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -82,6 +82,14 @@ class ResponsesBody(Body):
         self.refuse(SHAPING, "text.format")
         return self
 
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return [tool for tool in self.tools or () if _kind(tool) == "function"]
+
+    def _unknown(self) -> list[str]:
+        return super()._unknown() + others(map(_kind, self.tools or ()))
+
     def chat(self) -> ChatBody:
         """The same as a chat request; Problem 400 for what is not supported."""
         for name in ("previous_response_id", "conversation", "background", "prompt"):
@@ -111,7 +119,7 @@ class ResponsesBody(Body):
             "model": self.model,
             "messages": messages,
             "max_tokens": self.max_output_tokens,
-            "tools": None if self.tools is None else [_tool(tool) for tool in self.tools],
+            "tools": [_tool(tool) for tool in self.functions],
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._format(),
@@ -205,9 +213,10 @@ def _texts(content: Any, where: str) -> list[str]:
     return texts
 
 
+def _kind(tool: dict[str, Any]) -> Any:
+    return tool.get("type", "function")
+
+
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function lies one level higher here; other kinds are for others."""
-    kind = tool.get("type", "function")
-    if kind != "function":
-        return {"type": str(kind)}
+    """A function lies one level higher here."""
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
