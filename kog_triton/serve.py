@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kog_triton.cli.arguments import Parser, above_zero, not_negative, positive, share
+from kog_triton.cli.arguments import Parser, above_zero, natural, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.foreign_flags import foreign_flag, of_servers
 from kog_triton.cli.stderr_log import STDERR_LOG
@@ -107,8 +107,9 @@ def build_parser() -> Parser:
         help="without a sign of the engine (default: 5 on a GPU, 60 on a CPU)",
     )  # fmt: skip
     limits.add_argument(
-        "--stream-interval", type=positive, metavar="N", help="tokens an event (default: by time)"
-    )
+        "--stream-interval", type=natural, default=0, metavar="N",
+        help="tokens an event; 0: by time (default: 0)",
+    )  # fmt: skip
     limits.add_argument(
         "--stream-interval-ms",
         type=not_negative,

@@ -28,12 +28,17 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """A `type` of argparse: a whole number from 1 on."""
+    return natural(text, 1)
+
+
+def natural(text: str, least: int = 0) -> int:
+    """A `type` of argparse: a whole number from 0 on."""
     try:
         value = int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is below {least}")
     return value
 
 

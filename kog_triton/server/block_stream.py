@@ -34,7 +34,7 @@ class BlockStream(ABC):
                 self._close()
                 self._add_call(call)
             if self._told.output is not None:
-                self._close()
+                self._close(cut=self._told.finish_reason == "length")
 
     @abstractmethod
     def _add_text(self, kind: str, text: str) -> None:
@@ -45,8 +45,8 @@ class BlockStream(ABC):
         """A block of its own, whole."""
 
     @abstractmethod
-    def _close(self) -> None:
-        """The open block, if one is."""
+    def _close(self, cut: bool = False) -> None:
+        """The open block, if one is. `cut`: there was no room for its end."""
 
     def _take_events(self) -> bytes:
         events, self._events = b"".join(self._events), []

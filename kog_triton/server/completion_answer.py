@@ -79,11 +79,11 @@ class CompletionAnswer:
             "finish_reason": None,
         }
         prompt = len(self._jobs[one.index // self._n].token_ids)
-        now = progress(one.tokens, elapsed_s, prompt)
+        now = progress(one.tokens if self._made else 0, elapsed_s, prompt)
         end: dict[str, Any] = {}
         if sample.output is not None:
             choice["finish_reason"] = sample.output.outputs[0].finish_reason
-            end["timings"] = timings(sample.output)
+            end["timings"] = timings(sample.output, self._made)
         return self._events.event({"choices": [choice], "progress": now} | end)
 
     def last(self) -> bytes:
@@ -119,7 +119,7 @@ class CompletionAnswer:
         return self._head() | {
             "choices": choices,
             "usage": self._usage(),
-            "timings": timings(first),
+            "timings": timings(first, self._made),
         }
 
     def _choice(self, index: int) -> dict[str, Any]:

@@ -34,8 +34,9 @@ def usage(
     }
 
 
-def timings(output: RequestOutput) -> dict[str, Any]:
-    """llama.cpp's fields, and five more; ms, tokens/s, us; MBU from 0 to 1. A figure that has no meaning is null."""
+def timings(output: RequestOutput, made: bool = True) -> dict[str, Any]:
+    """llama.cpp's fields, and five more; ms, tokens/s, us; MBU from 0 to 1. A figure that has no meaning is null.
+    `made`: as of `usage`."""
     m = output.metrics
     rate = m.decode_tokens_per_s
     return {
@@ -44,7 +45,7 @@ def timings(output: RequestOutput) -> dict[str, Any]:
         "prompt_n": m.prompt_tokens - m.cached_tokens,
         "prompt_ms": _rounded(m.prefill_s, 1e3),
         "prompt_per_second": _rounded(m.prompt_tokens_per_s),
-        "predicted_n": m.output_tokens,
+        "predicted_n": m.output_tokens if made else 0,
         "predicted_ms": _rounded((m.output_tokens - 1) / rate if rate else None, 1e3),
         "predicted_per_token_ms": _rounded(1 / rate if rate else None, 1e3),
         "predicted_per_second": _rounded(rate),

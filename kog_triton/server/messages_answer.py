@@ -65,7 +65,7 @@ class MessagesAnswer(BlockStream):
         delta = {"type": f"{kind}_delta", kind: text}
         self._say("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
-    def _close(self) -> None:
+    def _close(self, cut: bool = False) -> None:
         if self._open:
             self._say("content_block_stop", index=len(self._blocks) - 1)
         self._open = False

@@ -16,10 +16,10 @@ MAX_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Interval:
-    """seconds between events; tokens a event, which comes first, None for none."""
+    """seconds between events; tokens of an event instead, 0 to go by time."""
 
     seconds: float = INTERVAL_S
-    tokens: int | None = None
+    tokens: int = 0
 
 
 class Pacing:
@@ -33,7 +33,7 @@ class Pacing:
         """Seconds until what is unread may go out; infinite if it takes more tokens first."""
         if self._last is None:
             return 0.0
-        if self._interval.tokens is not None:
+        if self._interval.tokens:
             return 0.0 if unread >= self._interval.tokens else math.inf
         return max(0.0, self._last + self._interval.seconds - now)
 

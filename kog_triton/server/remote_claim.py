@@ -13,7 +13,7 @@ from kog_triton.claim import Claim
 class RemoteClaim(Claim):
     """send_cancel  is called once, on the event loop
     gap          gets the seconds between every two tokens
-    most         bounds the tokens of one read, the first one's to 1; None for no bound"""
+    most         bounds the tokens of one read, the first one's to 1; 0 for no bound"""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class RemoteClaim(Claim):
         send_cancel: Callable[[], None],
         loop: asyncio.AbstractEventLoop,
         gap: Callable[[float], None],
-        most: int | None = None,
+        most: int = 0,
     ) -> None:
         super().__init__(request, salt, ended, lambda: None)
         self._send_cancel, self._loop, self._most = send_cancel, loop, most
@@ -45,7 +45,7 @@ class RemoteClaim(Claim):
 
     def read(self, timeout: float | None = None) -> list[Step | Failure]:
         found = self._unread + super().read(timeout)
-        if self._most is not None:
+        if self._most:
             most = self._most if self._read_some else 1
             found, self._unread = found[:most], found[most:]
             self._read_some |= bool(found)

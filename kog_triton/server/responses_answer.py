@@ -88,7 +88,7 @@ class ResponsesAnswer(BlockStream):
             "response.content_part.added", **self._place(), content_index=0, part=_part(kind, "")
         )
 
-    def _close(self) -> None:
+    def _close(self, cut: bool = False) -> None:
         if not self._open:
             return
         item, text = self._items[-1], "".join(self._pieces)
@@ -104,7 +104,8 @@ class ResponsesAnswer(BlockStream):
         else:
             self._say("response.reasoning_text.done", **self._place(), content_index=0, text=text)
         self._say("response.content_part.done", **self._place(), content_index=0, part=part)
-        self._items[-1] = item | {"status": "completed", "content": [part]}
+        status = "incomplete" if cut else "completed"
+        self._items[-1] = item | {"status": status, "content": [part]}
         self._say(
             "response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1]
         )

@@ -136,7 +136,7 @@ class Samples:
 
     def _heard(self, claim: RemoteClaim) -> None:
         # what waits for the pace, up to 65,536 tokens or those of 10 s, is the client's own wish
-        most = MAX_UNREAD + (self._most or 0)
+        most = MAX_UNREAD + self._most
         if self._telling and claim.num_unread > most and not claim.cancelled:
             self._overrun = True
             claim.cancel()

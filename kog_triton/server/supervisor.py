@@ -126,7 +126,7 @@ class Supervisor:
         params: SamplingParams,
         sample_idx: int,
         salt: str,
-        most: int | None = None,
+        most: int = 0,
     ) -> RemoteClaim:
         """Put one sample in line, with its own seed in `params`; the engine's error if it refuses."""
         if self.state != "ready" or self._process is None or self.model is None:

@@ -128,7 +128,7 @@ def served(words, monkeypatch):
 
 def test_what_serve_takes_where_nothing_is_said(monkeypatch):
     found, llm = served([], monkeypatch)
-    assert llm == LLM_OF_SERVE and found == SETTINGS_OF_SERVE | {"interval": (0.01, None)}
+    assert llm == LLM_OF_SERVE and found == SETTINGS_OF_SERVE | {"interval": (0.01, 0)}
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,12 @@ def test_what_serve_opens(monkeypatch, words, changed):
         (["--shutdown-timeout", "0", "--engine-timeout", "2.5"], {"drain_s": 0.0, "silent_s": 2.5}),
         (["--sse-keep-alive-interval", "0"], {"keep_alive_s": 0.0}),
         (["--stream-interval", "2", "--stream-interval-ms", "250"], {"interval": (0.25, 2)}),
+        (["--stream-interval", "0"], {}),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )  # fmt: skip
 def test_how_serve_serves(monkeypatch, words, changed):
-    before = SETTINGS_OF_SERVE | {"interval": (0.01, None)}
+    before = SETTINGS_OF_SERVE | {"interval": (0.01, 0)}
     assert served(words, monkeypatch)[0] == before | changed
 
 
@@ -191,7 +192,7 @@ def test_a_key_of_the_environment_stands_for_none_that_is_given(monkeypatch, tmp
         (["--max-num-queued-reqs", "-1"], "--max-num-queued-reqs must be 0 or more"),
         (["--api-key", "a", ""], "--api-key is empty: give a key, or leave the flag out"),
         (["--max-num-seqs", "0"], "argument --max-num-seqs: 0 is below 1"),
-        (["--stream-interval", "0"], "argument --stream-interval: 0 is below 1"),
+        (["--stream-interval", "-1"], "argument --stream-interval: -1 is below 0"),
         (["--gpu-memory-utilization", "0"], "argument --gpu-memory-utilization: 0 is not above 0 and at most 1"),
         (["--gpu-memory-utilization", "1.01"], "argument --gpu-memory-utilization: 1.01 is not above 0 and at most 1"),
         (["--engine-timeout", "-1"], "argument --engine-timeout: -1 is no number from 0 on"),

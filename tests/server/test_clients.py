@@ -98,6 +98,7 @@ def test_openai_echo_scores_a_prompt(oai, server):
     assert scored.token_logprobs == [None, -0.5, -1.5]
     assert scored.text_offset == [0, 1, 2]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
+    assert answer.timings["predicted_n"] == 0
 
 
 def test_openai_responses(oai, server):
@@ -141,8 +142,13 @@ def test_openai_responses_take_their_own_output_back(oai, server):
 def test_openai_responses_that_are_cut_off(oai, server, max_tokens):
     prompt = server.play("oai_cut", "abcdef")
     answer = oai.responses.create(model="", input=prompt, max_output_tokens=max_tokens + 15)
-    assert answer.status == "completed"
+    assert answer.status == answer.output[0].status == "completed"
     answer = oai.responses.create(model="", input=prompt, max_output_tokens=max_tokens)
+    *_, done, last = oai.responses.create(
+        model="", input=prompt, max_output_tokens=max_tokens, stream=True
+    )
+    assert (done.item.status, last.response.output[0].status) == ("incomplete", "incomplete")
+    assert answer.output[0].status == "incomplete"
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output_text == "abcdef"[:max_tokens]
 

@@ -42,7 +42,7 @@ class FakeSupervisor:
         self.metrics = ServerMetrics()
         self.players = []
 
-    async def submit(self, prompt, params, sample_idx, salt, most=None):
+    async def submit(self, prompt, params, sample_idx, salt, most=0):
         loop = asyncio.get_running_loop()
         request = Request(-1, prompt, params, params.seed, 1 << 20, sample_idx=sample_idx)
         cancel = partial(self.cancelled.append, sample_idx)

@@ -198,13 +198,13 @@ class SamplingBody(Body):
         return found
 
     def interval(self, default: Interval) -> Interval:
-        """How often the stream speaks; 0 tokens leaves it to the time."""
-        tokens = default.tokens if self.stream_interval is None else self.stream_interval or None
+        """How often the stream speaks."""
+        tokens = default.tokens if self.stream_interval is None else self.stream_interval
         seconds = (
             default.seconds if self.stream_interval_ms is None else self.stream_interval_ms / 1e3
         )
         if self.stream_interval is None and self.stream_interval_ms is not None:
-            tokens = None
+            tokens = 0
         return Interval(seconds, tokens)
 
 
