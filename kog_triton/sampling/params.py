@@ -160,7 +160,7 @@ class SamplingParams:
             is_id = isinstance(key, str) and key.isdecimal() and len(key) < 20
             token = int(key) if is_id else plain_number(key)
             value = plain_number(value)
-            _integer("logit_bias", token, 0, MAX_VOCAB_SIZE - 1)
+            _integer("logit_bias token id", token, 0, MAX_VOCAB_SIZE - 1)
             _real("logit_bias", value, -100, 100)
             bias[token] = float(value)
         vars(self)["logit_bias"] = bias
@@ -226,7 +226,8 @@ class SamplingParams:
             )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
-                _integer(name, token, 0, vocab_size - 1)
+                what = f"{name} token id" if name == "logit_bias" else name
+                _integer(what, token, 0, vocab_size - 1)
         if self.seed is not None:
             seed = self.seed
         elif seed is None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from kog_triton.errors import RequestError, shown
 from kog_triton.server.model import ServedModel
 from kog_triton.server.pacing import Interval
 from kog_triton.server.problems import Problem
@@ -22,6 +24,7 @@ TEMPLATE_KWARGS = frozenset(
     ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "preserve_thinking"]
 )
 UNSUPPORTED = ("audio", "functions", "function_call")
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 TAIL_IDS = 64  # of a prompt's end, in which a block of reasoning may open
 
 
@@ -132,6 +135,10 @@ async def render(
     `bounded`: TooLong for far more tokens than the context has, without a look at all of them.
     """
     tokenizer = service.model.tokenizer
+    if not tokenizer.chat_templates:
+        raise RequestError(
+            "the model has no chat template: ask /v1/completions, or start the server with --chat-template"
+        )
 
     def encode() -> list[int]:
         plain, how = _told(tokenizer, messages, tools, kwargs)
@@ -154,8 +161,12 @@ def _told(
     kwargs: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A conversation and how it is written, as the tokenizer takes them."""
-    knows_developer = any("developer" in text for text in tokenizer.chat_templates.values())
-    plain = [_plain(message, i, knows_developer) for i, message in enumerate(messages)]
+
+    @cache
+    def named(role: str) -> bool:
+        return any(repr(role) in t or f'"{role}"' in t for t in tokenizer.chat_templates.values())
+
+    plain = [_plain(message, i, named) for i, message in enumerate(messages)]
     # a template that loops over a user's parts may take the system's as text
     return plain, {**kwargs, "content_format": "string", "tools": list(tools) or None}
 
@@ -241,11 +252,18 @@ def _characters(content: Any) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-def _plain(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
-    """A message as a template takes it: calls with their arguments as objects, which templates write themselves."""
+def _plain(message: Message, index: int, named: Callable[[str], bool]) -> dict[str, Any]:
+    """A message as a template takes it: calls with their arguments as objects, which templates write themselves.
+    `named`: whether the template has a role's name; it may have roles of its own."""
     plain = message.model_dump(exclude_none=True)
-    if message.role == "developer" and not knows_developer:
+    if message.role == "developer" and not named("developer"):
         plain["role"] = "system"  # OpenAI's newer name, which few templates know
+    elif message.role not in ROLES and not named(message.role):
+        raise Problem(
+            400,
+            f"messages[{index}].role is {shown(message.role)}: it must be one of {', '.join(ROLES)}",
+            param="messages",
+        )
     if "content" in plain:
         plain["content"] = parts_of(plain["content"], f"messages[{index}].content")
     elif message.role != "assistant":

@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, TooLong, first_line
 from kog_triton.request_queue import QueueFull
+from kog_triton.sampling.params import SamplingParams
 from kog_triton.server.supervisor import EngineLost
 
 RETRY_S = 1  # until a place in the queue, or an engine, may be free
@@ -57,7 +58,9 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, TooLong):  # OpenAI's word, by which agents know that they must shorten
         return Problem(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError | ModelError):
-        return Problem(400, str(error), code="invalid_value")
+        field = str(error).partition(" ")[0]  # as errors.wrong begins
+        param = field if field in SamplingParams.__dataclass_fields__ else None
+        return Problem(400, str(error), code="invalid_value", param=param)
     if isinstance(
         error, DeviceError
     ):  # its memory was not enough for this request, beside the others

@@ -395,7 +395,8 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     """Those that are no JSON, of a model's broken call, as they are."""
     got = []
     tokenizer = SimpleNamespace(
-        encode_chat=lambda messages, **how: got.append((messages, how)) or [1], chat_templates={}
+        encode_chat=lambda messages, **how: got.append((messages, how)) or [1],
+        chat_templates={"default": ""},
     )
     opened = SimpleNamespace(max_context=64)
     model = SimpleNamespace(tokenizer=tokenizer, opened=opened)

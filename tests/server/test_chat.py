@@ -251,7 +251,10 @@ def test_what_is_not_known_is_named(server):
         ({"audio": {}}, "audio is not supported"),
         ({"guided_json": {}}, "guided_json is not supported: use structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search is not supported"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias token id is 999999: it must be from 0 to 259"),
+        ({"logit_bias": {"9999999": 1}}, "logit_bias token id is 9999999: it must be from 0 to"),
+        ({"logit_bias": {"9": 101}}, "logit_bias is 101.0: it must be from -100 to 100"),
+        ({"messages": [{"role": "foo", "content": "x"}]}, "messages[0].role is 'foo': it must be"),
     ],
 )
 def test_what_cannot_be_is_one_line_that_names_it(server, fields, says):
@@ -262,6 +265,8 @@ def test_what_cannot_be_is_one_line_that_names_it(server, fields, says):
     assert says in error["message"]
     assert "\n" not in error["message"]
     assert error["type"] == ("not_found_error" if "model" in fields else "invalid_request_error")
+    if says.startswith(("logit_bias", "messages[0].role")):
+        assert error["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from kog_triton.errors import TooLong
+from kog_triton.errors import RequestError, TooLong
 from kog_triton.server import asked
 from kog_triton.server.asked import read_chat, render
 from kog_triton.server.pacing import Interval
+from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody, Message
 from kog_triton.server.schemas.messages import MessagesBody
 from kog_triton.server.schemas.responses import chat_messages
@@ -22,7 +23,8 @@ class FakeTokenizer:
     """Notes the conversations that it is given; each ends with `said`, and `opening` opens the answer."""
 
     def __init__(self, said="", opening=""):
-        self.given, self.said, self.opening, self.chat_templates = [], said, opening, {}
+        self.given, self.said, self.opening = [], said, opening
+        self.chat_templates = {"default": ""}
 
     def encode_chat(self, messages, **how):
         self.given.append(messages)
@@ -65,6 +67,21 @@ def test_a_developer_s_message_is_the_system_s_where_the_template_knows_none():
     tokenizer.chat_templates = {"default": "{% if message.role == 'developer' %}"}
     asked_of(tokenizer, messages=[{"role": "developer", "content": "German"}])
     assert tokenizer.given[-1][0]["role"] == "developer"
+
+
+def test_a_role_is_openai_s_or_the_template_s_own():
+    tokenizer = FakeTokenizer()
+    for role in asked.ROLES:
+        asked_of(tokenizer, messages=[{"role": role, "content": ""}])
+    own = {"messages": [{"role": "document", "content": ""}]}
+    with pytest.raises(Problem, match=r"messages\[0\].role is 'document': it must be one of deve"):
+        asked_of(tokenizer, **own)
+    tokenizer.chat_templates = {"default": '{% if message.role == "document" %}'}
+    asked_of(tokenizer, **own)
+    assert tokenizer.given[-1][0]["role"] == "document"
+    tokenizer.chat_templates = {}
+    with pytest.raises(RequestError, match=r"ask /v1/completions, or .* with --chat-template"):
+        asked_of(tokenizer)
 
 
 @pytest.mark.parametrize(
