@@ -24,12 +24,6 @@ from kog_triton.demo.tokenizer import END_OF_TEXT_ID
 from kog_triton.errors import RunError
 
 COMPLETION_TOKENS = 192
-PROMPTS = (
-    "def fibonacci(n):",
-    "def is_prime(n):",
-    "import os\n\ndef read_lines(path):",
-    "class Stack:\n    def __init__(self):",
-)
 
 
 class Stepper:
@@ -144,29 +138,12 @@ def parse_share(
     }
 
 
-def samples(model: Decoder, tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """Completions of PROMPTS, greedy and at the suggested temperature."""
-    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
-    found: list[dict[str, object]] = []
-    for temperature in (0.0, TEMPERATURE):
-        for prompt, (new, _) in zip(
-            PROMPTS, complete(model, prompts, COMPLETION_TOKENS, temperature), strict=True
-        ):
-            text = tokenizer.decode(new)
-            found.append({"temperature": temperature, "prompt": prompt, "completion": text})
-    return found
-
-
 def measure(checkpoint: Path, prefixes: list[str], device: str) -> dict[str, object]:
-    """Parse shares, greedy and at the suggested temperature, and completions of PROMPTS."""
+    """Parse shares, greedy and at the suggested temperature."""
     model = load_model(checkpoint, device)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     shares = [parse_share(model, tokenizer, prefixes, t) for t in (0.0, TEMPERATURE)]
-    return {
-        "completion_tokens": COMPLETION_TOKENS,
-        "shares": shares,
-        "samples": samples(model, tokenizer),
-    }
+    return {"completion_tokens": COMPLETION_TOKENS, "shares": shares}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from kog_triton.demo.model import Shape
 from kog_triton.demo.train import newest
 from kog_triton.errors import ModelError
+from kog_triton.json_file import in_lines
 
 MAX_SHARD_BYTES = 14_000_000
 TEMPERATURE, TOP_P = 0.7, 0.95  # what generation_config.json suggests
@@ -134,7 +135,7 @@ def save_sharded(tensors: dict[str, Tensor], out: Path, limit: int = MAX_SHARD_B
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (out / "model.safetensors.index.json").write_text(in_lines(index, 1) + "\n")
 
 
 def load_checkpoint(folder: Path) -> tuple[Shape, dict[str, Tensor]]:

@@ -53,9 +53,10 @@ def record(
     if runs["demo"]["settings"] != runs["twin"]["settings"]:
         raise RunError("demo and twin were trained under other settings; train one of them again")
     corpus = read(manifest)
-    columns = [*corpus["packages"][0]]  # named once: there are hundreds of rows
-    rows = [[package[name] for name in columns] for package in corpus["packages"]]
-    corpus["packages"] = {"columns": columns, "rows": rows}
+    for of in ("packages", "left_out"):  # columns are named once: there are hundreds of rows
+        columns = [*corpus[of][0]] if corpus[of] else []
+        rows = [[package[name] for name in columns] for package in corpus[of]]
+        corpus[of] = {"columns": columns, "rows": rows}
     return {"environment": read(environment), **runs, "corpus": corpus}
 
 

@@ -105,13 +105,7 @@ async def read_chat(
     if tool_parser is not None or model.reasons:
         given["skip_special_tokens"] = False  # they mark calls and reasoning
     return Asked(
-        Job(
-            None,
-            tuple(token_ids),
-            model.default_params(**given),
-            whose,
-            calls_a_tool=forced,
-        ),
+        Job(None, tuple(token_ids), model.default_params(**given), whose, calls_a_tool=forced),
         body.interval(service.interval),
         tools,
         tool_parser,

@@ -83,12 +83,7 @@ class ChatAnswer:
         return problem.body()
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model.name,
-        }
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model.name}
 
     def _delta(self, index: int, delta: AnswerDelta, first_call: int) -> dict[str, Any]:
         said: dict[str, Any] = {}

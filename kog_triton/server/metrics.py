@@ -99,7 +99,7 @@ class ServerMetrics(Collector):
         self._whole.observe(m.total_s)
 
     def aborted(self, claim: Claim) -> None:
-        """One sample has ended because its client left: its tokens count, its times do not."""
+        """One sample was ended, as its client left or its request failed: its tokens count, its times do not."""
         began, asked = claim.queue_s is not None, claim.request
         prompt = len(asked.prompt) if began else 0  # of one that waited still, nothing was computed
         self._count("abort", prompt, asked.cached, claim.num_made)

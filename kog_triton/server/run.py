@@ -114,11 +114,7 @@ async def serve(settings: Settings) -> int:
     options = settings.llm | {"max_waiting": in_line}
     supervisor = Supervisor(options, settings.silent_s, metrics.inter_token.observe)
     service = Service(
-        supervisor,
-        metrics,
-        Admission(num_slots + queued),
-        settings.interval,
-        settings.keep_alive_s,
+        supervisor, metrics, Admission(num_slots + queued), settings.interval, settings.keep_alive_s
     )
     metrics.supervisor, metrics.admission = supervisor, service.admission
     config = uvicorn.Config(

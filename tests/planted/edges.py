@@ -175,7 +175,7 @@ FAULTS = (
         "serve.py",
         '[os.environ.get("KOG_API_KEY", "")]',
         "[]",
-        "server/test_start_by_value.py",
+        "host/test_command_lines.py",
         "$KOG_API_KEY is ignored",
     ),
     Fault(

@@ -113,7 +113,7 @@ FAULTS = (
         "serve.py",
         "if args.api_key is not None and not all(args.api_key):",
         "if False:",
-        "server/test_by_value.py",
+        "host/test_command_lines.py",
         "an empty --api-key opens the server to everybody",
     ),
     Fault(

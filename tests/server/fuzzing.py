@@ -21,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from kog_triton.json_file import in_lines
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, served
 
@@ -102,7 +103,7 @@ def main() -> None:
     }
     print(json.dumps(record, indent=2))
     if args.keep:
-        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        RECORD.write_text(in_lines(record, 1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kog_triton.json_file import in_lines
 from kog_triton.metrics import percentile
 from tests import ROOT
 from tests.lib.chromium import chromium, page_of
@@ -138,7 +139,7 @@ def main() -> None:
         }
     print(json.dumps(record, indent=2))
     if args.keep:
-        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        RECORD.write_text(in_lines(record, 1) + "\n")
 
 
 if __name__ == "__main__":

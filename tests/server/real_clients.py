@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kog_triton.json_file import in_lines
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, served
 from tests.lib.wheel_files import cache
@@ -310,7 +311,7 @@ def main() -> None:
             found[name] = {"created": now, **figures}
             print(name, json.dumps(found[name]), flush=True)
             if args.keep:
-                RECORD.write_text(json.dumps(kept_before | found, indent=2) + "\n")
+                RECORD.write_text(in_lines(kept_before | found, 1) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,10 +39,7 @@ HOSTILE = {
                 "$ref": "#/$defs/a0",
                 "$defs": {"a30": {"type": "string"}}
                 | {
-                    f"a{i}": {
-                        "type": "array",
-                        "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 10,
-                    }
+                    f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 10}
                     for i in range(30)
                 },
             }
@@ -60,11 +57,7 @@ HOSTILE = {
     "200,000 empty lines": ({"grammar": "\n" * 200_000 + 'start: "a"'}, "a", None),
     "a long GBNF": ({"grammar": 'root ::= "a"\n' * 20_000}, "", "GBNF"),
     "no rule": ({"grammar": "x: y"}, "", "grammar"),
-    "5,000 parentheses": (
-        {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
-        "",
-        "nested",
-    ),
+    "5,000 parentheses": ({"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}, "", "nested"),
     "doubled 64 times": (
         {
             "grammar": "start: a0\n"

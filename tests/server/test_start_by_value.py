@@ -53,27 +53,6 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
     assert every == {*flags, *others, "--enable-auto-tool-choice"}
 
 
-def test_the_environment_has_a_key_where_no_flag_has(monkeypatch, capsys):
-    monkeypatch.setenv("KOG_API_KEY", "secret")
-    assert serve.parse([]).keys == ("secret",)
-    assert serve.parse(["--api-key", "other"]).keys == ("other",)
-    for keys in (
-        [""],
-        ["other", ""],
-    ):  # of a variable of the shell that is not set: not an open door
-        with pytest.raises(SystemExit):
-            serve.parse(["--api-key", *keys])
-        assert "--api-key is empty: give a key, or leave the flag out" in capsys.readouterr().err
-    monkeypatch.setenv("KOG_API_KEY", "")
-    assert serve.parse(["m"]).keys == () and serve.parse(["m"]).llm["model"] == "m"
-
-
-def test_a_name_that_is_empty_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        serve.parse(["--served-model-name", "a", ""])
-    assert "--served-model-name is empty: give a name" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("template", "starts"), [("{{ x ", False), ("{{ raise_exception('no') }}", True)]
 )

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody, content_of, others
-from kog_triton.server.schemas.sampling import SHAPING, Body, Many
+from kog_triton.server.schemas.sampling import SHAPED, SHAPING, Body, Many, StreamBody
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
 CHANGING = "x-anthropic-billing-header:"
@@ -79,16 +79,12 @@ class Conversation(Body):
         return "required" if kind == "any" else kind
 
 
-class MessagesBody(Conversation):
+class MessagesBody(Conversation, StreamBody):
     max_tokens: int = Field(ge=1, lt=1 << 31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     stop_sequences: Many[str] | None = None
-    stream: bool | None = None
-    cache_salt: str | None = Field(default=None, max_length=256)
-    stream_interval: int | None = Field(default=None, ge=0, le=1 << 16)
-    stream_interval_ms: float | None = Field(default=None, ge=0, le=10000)
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # its older place
 
@@ -99,15 +95,8 @@ class MessagesBody(Conversation):
 
     def chat(self) -> ChatBody:
         """The same as a chat request; agents ask for more tokens than there is room, which are cut to it."""
-        same = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "cache_salt",
-            "stream_interval",
-            "stream_interval_ms",
-        )
-        fields = self.chat_fields() | {name: getattr(self, name) for name in (*same, "max_tokens")}
+        same = ("top_k", "max_tokens", *SHAPED)
+        fields = self.chat_fields() | {name: getattr(self, name) for name in same}
         fields |= {"stop": self.stop_sequences, "response_format": self._format()}
         return ChatBody.model_validate(fields)
 

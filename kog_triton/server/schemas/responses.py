@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kog_triton.server.problems import Problem
 from kog_triton.server.schemas.chat import ChatBody, content_of, others
-from kog_triton.server.schemas.sampling import MAX_LOGPROBS, SHAPING, Body, Many
+from kog_triton.server.schemas.sampling import MAX_LOGPROBS, SHAPED, SHAPING, Body, Many, StreamBody
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -48,7 +48,7 @@ Include = Literal[
 ]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(StreamBody):
     """Nothing is stored: what needs a store is refused."""
 
     model: str = ""
@@ -64,7 +64,6 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     include: Many[Include] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -72,9 +71,6 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    cache_salt: str | None = Field(default=None, max_length=256)
-    stream_interval: int | None = Field(default=None, ge=0, le=1 << 16)
-    stream_interval_ms: float | None = Field(default=None, ge=0, le=10000)
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -125,15 +121,8 @@ class ResponsesBody(Body):
             "response_format": self._format(),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
-        same = (
-            "temperature",
-            "top_p",
-            "seed",
-            "cache_salt",
-            "stream_interval",
-            "stream_interval_ms",
-        )
-        fields |= {name: getattr(self, name) for name in (*same, "chat_template_kwargs")}
+        same = ("seed", "chat_template_kwargs", *SHAPED)
+        fields |= {name: getattr(self, name) for name in same}
         return ChatBody.model_validate(fields)
 
     def _tool_choice(self) -> Any:
@@ -152,10 +141,7 @@ class ResponsesBody(Body):
             return {"type": "json_object"}
         if form.schema_ is None:
             raise Problem(400, "text.format.schema is missing", param="text")
-        return {
-            "type": "json_schema",
-            "json_schema": {"name": form.name, "schema": form.schema_},
-        }
+        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
 
 
 def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ DIRECT = (
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
 )
-
+# Fields of a chat request that other conversations have by the same name.
+SHAPED = ("temperature", "top_p", "cache_salt", "stream_interval", "stream_interval_ms")
 
 T = TypeVar("T")
 # A list that a client fills ends at its first wrong element: errors of 50,000 took 1.8 s and 192 MiB.
@@ -141,7 +142,16 @@ class ResponseFormat(BaseModel):
         return None
 
 
-class SamplingBody(Body):
+class StreamBody(Body):
+    """How any answer is told, and whose prefixes it may begin with."""
+
+    cache_salt: str | None = Field(None, max_length=256)
+    stream: bool | None = None
+    stream_interval: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    stream_interval_ms: float | None = Field(None, ge=0, le=1000 * MAX_INTERVAL_S)
+
+
+class SamplingBody(StreamBody):
     """Fields by which a request is sampled and streamed."""
 
     model: str = ""
@@ -166,11 +176,7 @@ class SamplingBody(Body):
     bad_words: Many[str] | None = Field(None, max_length=1024)
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormat | None = None
-    cache_salt: str | None = Field(None, max_length=256)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stream_interval: int | None = Field(None, ge=0, le=MAX_TOKENS)
-    stream_interval_ms: float | None = Field(None, ge=0, le=1000 * MAX_INTERVAL_S)
 
     @model_validator(mode="after")
     def _check_known(self) -> "SamplingBody":

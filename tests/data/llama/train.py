@@ -15,6 +15,7 @@ import torch
 
 from kog_triton.demo import corpus, evaluate, export, train
 from kog_triton.demo.model import Shape
+from kog_triton.json_file import in_lines
 
 HERE = Path(__file__).parent
 SHAPE = Shape(
@@ -56,7 +57,7 @@ def main() -> None:
     training = train.Training(SHAPE, SETTINGS, data, "cpu")
     train.run(training, run, log_every=50, save_every=500, stop=None)
     export.export(run, data, HERE, SHARD_BYTES)
-    (HERE / "training.json").write_text(json.dumps(record(data, run), indent=1) + "\n")
+    (HERE / "training.json").write_text(in_lines(record(data, run), 1) + "\n")
 
 
 if __name__ == "__main__":
