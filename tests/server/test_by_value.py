@@ -546,7 +546,7 @@ def test_tools_that_cannot_reach_the_model_are_refused():
         body = {"messages": [{"role": "user", "content": "x"}], **fields}
         coroutine = read_chat(SimpleNamespace(model=model), ChatBody.model_validate(body), "")
         with pytest.raises(
-            (Problem, AttributeError)
+            (Problem, RequestError, AttributeError)
         ) as found:  # what is taken needs a whole service
             asyncio.run(coroutine)
         return str(getattr(found.value, "message", ""))
