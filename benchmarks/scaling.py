@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from kog_triton.bench.record import read_all
-from kog_triton.bench.timing import decode_bytes
 from kog_triton.errors import KogError, RequestError
 from kog_triton.model.shapes import named_shape
 from kog_triton.schedule.scaling import BLEND, KEPT, SHARE, predict
@@ -41,7 +40,7 @@ class Measured:
     def predicted(self, blend: float = BLEND, kept: float = KEPT) -> float:
         """Tokens/s by the formula, which takes SHARE of a datasheet's bandwidth."""
         spec = named_shape(self.shape)
-        per_gpu = decode_bytes(spec, self.depth, self.tokens) / self.gpus
+        per_gpu = spec.decode_bytes(self.depth, self.tokens) / self.gpus
         schedule = build(spec, self.gpus)
         return 1 / predict(schedule, per_gpu, self.bandwidth / SHARE, blend, kept)
 

@@ -1,8 +1,8 @@
 """`kog plan`: a token's plan on one kind of GPU: stages, owners, bytes, padding, roofline. Needs no GPU.
 
-For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding; `--backend hip` shows the HIP kernel's, of AMD
-GPUs, `--backend triton` the Triton kernel's tiles, of any GPU. Else AMD GPUs' rows are dealt out evenly to blocks, as
-are those of MXFP4 and zero points, which is enough for bytes and rooflines.
+For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding, where that runs; `--backend hip` shows the HIP
+kernel's, of AMD GPUs, `--backend triton` the Triton kernel's tiles, of any GPU. Else AMD GPUs' rows are dealt out
+evenly to blocks, as are those of MXFP4 and zero points, which is enough for bytes and rooflines.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,15 @@ from typing import Any
 
 from rich.table import Table
 
-from kog_triton.backends import find_backend, refuse_narrow
+from kog_triton.backends import find_backend, refuse_narrow, why_not_narrow
+from kog_triton.backends.cuda.toolchain import not_compiled_for
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.cli.model import add_model, open_spec
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import with_format
+from kog_triton.model.spec import ModelSpec
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
@@ -27,9 +29,10 @@ from kog_triton.schedule.scaling import (
     MEASURED_GPU,
     MOST_MEASURED,
     WORST_MISS,
+    digits,
     measured_like,
-    predict,
     predicted_rate,
+    said_of,
 )
 from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
 from kog_triton.schedule.shards import canonical
@@ -41,7 +44,7 @@ PAIR = 2  # rows: gate and up of one output stay together
 
 def plan(schedule: Schedule, gpu: Gpu) -> Partition:
     """The checked cut to show: the CUDA lowering, or a plain partition of rows where that does not read the weights."""
-    if gpu.vendor == "nvidia" and not unreadable(schedule):
+    if _default_backend(gpu, schedule.spec) == "cuda" and not unreadable(schedule):
         lowering = lower(schedule, gpu)
         check_lowering(lowering)
         return lowering
@@ -142,7 +145,7 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         per_gpu = -(-total // s.num_ranks)
         why = "--backend hip shows the lowering of AMD GPUs"
         if s.spec.narrow:
-            why = f"there is no lowering for {s.spec.narrow_formats} weights yet"
+            why = f"there is no lowering for {s.spec.narrow_formats} weights on {gpu.name} yet"
         cut = f"rows dealt out evenly: {why}"
     roofline = per_gpu / gpu.bandwidth
     return (
@@ -152,7 +155,7 @@ def summary(partition: Partition, gpu: Gpu) -> str:
         f"{s.spec.kv_bytes_per_position * s.kv_copies:,} bytes of KV cache a position"
         + (f", each KV head on {s.kv_copies} GPUs." if s.kv_copies > 1 else ".")
         + shortage(s, per_gpu, gpu)
-        + expectation(partition, gpu)
+        + (expectation(s, gpu) if isinstance(partition, CudaLowering) else "")
     )
 
 
@@ -211,15 +214,12 @@ def _span(numbers: range) -> str:
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def expectation(partition: Partition, gpu: Gpu) -> str:
-    """What several GPUs should do, where there is a lowering and the kernel was measured, and how far from it the
-    formula is where this very shape was; else nothing."""
-    s = partition.schedule
-    if s.num_ranks == 1 or not isinstance(partition, CudaLowering) or gpu.name != MEASURED_GPU:
+def expectation(s: Schedule, gpu: Gpu) -> str:
+    """What several GPUs should do, where the kernel was measured, and how far from it the formula is where this very
+    shape was; else nothing."""
+    if s.num_ranks == 1 or gpu.name != MEASURED_GPU:
         return ""
-    per_gpu = max(partition.stream_bytes(rank) for rank in range(s.num_ranks))
-    rate = 1 / predict(s, per_gpu, gpu.bandwidth)
-    beyond = ""
+    rate, beyond = predicted_rate(s, gpu.bandwidth), ""
     if s.num_ranks > MOST_MEASURED:
         beyond = f"; {s.num_ranks} GPUs are beyond what was measured"
     out = (
@@ -229,10 +229,10 @@ def expectation(partition: Partition, gpu: Gpu) -> str:
     row = measured_like(s.spec, s.num_ranks)
     if row is None:
         return out
-    said = predicted_rate(row, s, per_gpu * s.num_ranks)
+    said, places = said_of(row, s), digits(row.rate)
     return out + (
-        f"\nMeasured: {row.rate:,.0f} tokens/s where a GPU reads {row.bandwidth:.2f} TB/s; the formula says "
-        f"{said:,.0f} of it, {said / row.rate - 1:+.1%}."
+        f"\nMeasured: {row.rate:,.{places}f} tokens/s where a GPU reads {row.bandwidth:.2f} TB/s; the formula says "
+        f"{said:,.{places}f} of it, {said / row.rate - 1:+.1%}."
     )
 
 
@@ -312,7 +312,7 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--backend",
         choices=("cuda", "hip", "triton"),
-        help="whose plan (default: cuda's; for an AMD GPU rows dealt out evenly to its blocks)",
+        help="whose plan (default: cuda's, triton's where cuda does not run; for an AMD GPU rows dealt out evenly)",
     )
     parser.add_argument(
         "--blocks", type=positive, default=0, metavar="N", help="of a GPU, with --backend hip"
@@ -325,23 +325,33 @@ def _body(argv: Sequence[str] | None) -> int:
     if args.format:
         spec, name = with_format(spec, FORMATS[args.format]), f"{name} as {args.format}"
     console, schedule = Output(), build(spec, args.gpus)
-    if args.backend == "triton":
+    if (backend := args.backend or _default_backend(gpu, spec)) == "triton":
         refuse_narrow(find_backend("triton"), spec)
         tiles = lower_tiles(schedule, gpu.num_blocks, spec.max_context, gpu.vendor)
         console.write_table(tiles_table(schedule, tiles, gpu, name))
         console.write_line(tiles_summary(schedule, tiles, gpu))
         return 0
-    if args.backend == "cuda" and gpu.vendor != "nvidia":
+    if backend == "cuda" and gpu.vendor != "nvidia":
         raise DeviceError(
             f"the cuda backend is for NVIDIA GPUs, and {gpu.name} is not: --backend hip, or triton"
         )
-    hip = args.backend == "hip"
-    partition = plan_hip(schedule, gpu, args.blocks) if hip else plan(schedule, gpu)
+    if backend == "cuda" and (refused := not_compiled_for(gpu.name, gpu.arch)):
+        raise DeviceError(refused.why("cuda"))
+    partition = plan_hip(schedule, gpu, args.blocks) if backend == "hip" else plan(schedule, gpu)
     console.write_table(plan_table(partition, gpu, name))
     console.write_line(summary(partition, gpu))
     if isinstance(partition, HipLowering):
         console.write_line(placement(partition))
     return 0
+
+
+def _default_backend(gpu: Gpu, spec: ModelSpec) -> str:
+    """Of an NVIDIA GPU that the CUDA kernel is not compiled for, Triton's, as "auto" takes; "" for a plain cut."""
+    if gpu.vendor != "nvidia":
+        return ""
+    if not not_compiled_for(gpu.name, gpu.arch):
+        return "cuda"
+    return "" if why_not_narrow(find_backend("triton"), spec) else "triton"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,7 +41,7 @@ from kog_triton.backends.cuda.short_pass import (
 )
 from kog_triton.backends.cuda.short_prompts import ShortPrompts, stream_of
 from kog_triton.backends.cuda.stages import StageRunner
-from kog_triton.backends.cuda.toolchain import ARCHS, HOPPER, compiler_name
+from kog_triton.backends.cuda.toolchain import HOPPER, compiler_name, not_compiled_for
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
@@ -90,15 +90,14 @@ class CudaBackend(PromptsBeside):
     def availability(cls) -> Availability:
         if not torch.cuda.is_available() or torch.version.hip:
             gpu = unseen_gpu()
-            if gpu is not None and gpu.arch in ARCHS:
+            if gpu is not None and not not_compiled_for(gpu.name, gpu.arch):
                 return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
             return Availability(
                 False, "torch sees no NVIDIA GPU", "run on a machine with a Hopper GPU"
             )
         name, arch = torch.cuda.get_device_name(), arch_of(*torch.cuda.get_device_capability())
-        if arch not in ARCHS:
-            reason = f"{name} is {arch}, and it takes {', '.join(ARCHS)}"
-            return Availability(False, reason, "choose --backend triton")
+        if refused := not_compiled_for(name, arch):
+            return refused
         try:
             compiler_name()
         except DeviceError as error:
@@ -117,9 +116,7 @@ class CudaBackend(PromptsBeside):
         refuse_narrow(type(self), weights.spec)
         available = self.availability()
         if not available.ok:
-            raise DeviceError(
-                f"the {self.name} backend cannot run: {available.reason}; {available.advice}"
-            )
+            raise DeviceError(available.why(self.name))
         self.options, self.spec, self.num_devices = options, weights.spec, options.num_gpus
         if options.dtype != "auto":
             self.spec = self.spec.replace(dtype=DTYPES[options.dtype])

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from kog_triton.backends import Availability
 from kog_triton.backends.cuda.compile_child import find_nvrtc, nvrtc_name
 from kog_triton.errors import DeviceError, first_line
 
@@ -39,6 +40,15 @@ def compiler_name() -> str:
         said = done.stderr or done.stdout or f"status {done.returncode}"
         raise DeviceError(f"{nvcc} --version fails: {first_line(said)}")
     return "nvcc " + done.stdout.strip().rpartition("\n")[2]
+
+
+def not_compiled_for(name: str, arch: str) -> Availability | None:
+    """Why nothing is compiled for a GPU of this name; None if it is one of ARCHS."""
+    if arch in ARCHS:
+        return None
+    return Availability(
+        False, f"{name} is {arch}, and it takes {', '.join(ARCHS)}", "choose --backend triton"
+    )
 
 
 def flags_for(arch: str) -> tuple[str, ...]:

@@ -76,6 +76,10 @@ class Availability:
     by_name_only: str = ""
     lacks_software: bool = False
 
+    def why(self, name: str) -> str:
+        """In a line, of the backend of this name."""
+        return f"the {name} backend cannot run: {self.reason}; {self.advice}"
+
 
 @dataclass(frozen=True)
 class BackendOptions:

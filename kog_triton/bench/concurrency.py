@@ -18,7 +18,7 @@ from kog_triton.backends.choose import Choice
 from kog_triton.bench.check import Judge, open_oracle
 from kog_triton.bench.engines import BackendUnderTest, Run, Sampling
 from kog_triton.bench.task import Common, Row, Say
-from kog_triton.bench.timing import decode_bytes, roofline, times
+from kog_triton.bench.timing import roofline, times
 from kog_triton.model.spec import ModelSpec
 
 
@@ -125,7 +125,7 @@ def _measured(
     row = times(m.rounds) | {"requests": m.requests, "repeatable": same}
     # a step reads the weights once, and the keys and values of every request
     weights = spec.bytes_per_token
-    num_bytes = decode_bytes(spec, task.prompt_tokens, task.tokens) - weights
+    num_bytes = spec.decode_bytes(task.prompt_tokens, task.tokens) - weights
     num_bytes = weights + m.requests * num_bytes
     steps_per_s = row["host"]["tokens_per_s"] / m.requests
     row["floor"] = roofline(num_bytes, steps_per_s, bandwidth["datasheet"], bandwidth["measured"])

@@ -24,7 +24,7 @@ from kog_triton.bench.peers import Peer, Setting
 from kog_triton.bench.record import make_row, note_of
 from kog_triton.bench.spans import written
 from kog_triton.bench.task import Common, Say
-from kog_triton.bench.timing import decode_bytes, roofline, summarize
+from kog_triton.bench.timing import roofline, summarize
 from kog_triton.bench.trace import trace_kernels
 
 MOST_NAMES = 160  # characters of kernels' names in an error
@@ -214,7 +214,7 @@ def _fill(task: Task, entry: _Entry, bandwidth: dict[str, Any]) -> None:
     if task.sampling != GREEDY and not isinstance(entry.engine, BackendUnderTest):
         row["version"] += ", greedy"
     if task.tokens > 1:
-        size = decode_bytes(entry.engine.spec, task.prompt_tokens, task.tokens)
+        size = entry.engine.spec.decode_bytes(task.prompt_tokens, task.tokens)
         rate = row["host"]["tokens_per_s"]
     else:  # a prompt takes one pass over the weights at least, however long it is
         size, rate = entry.engine.spec.bytes_per_token, 1e6 / row["ttft_us"]

@@ -15,7 +15,6 @@ import numpy as np
 
 from kog_triton.bench.engines import Run
 from kog_triton.metrics import percentile
-from kog_triton.model.spec import ModelSpec
 
 WINDOW = 64  # gaps
 LEAST = 100  # gaps: of fewer the 99th percentile is the largest one
@@ -81,15 +80,6 @@ def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
         "prompt_tokens_per_s": prompt_tokens / row["ttft_us"] * 1e6,
         "repeatable": all(run.tokens == runs[0].tokens for run in runs),
     }
-
-
-def decode_bytes(spec: ModelSpec, prompt_tokens: int, tokens: int) -> int:
-    """Weight and KV bytes of one decode step at the mean depth of the steps that are timed.
-
-    The steps after the first token are at positions prompt .. prompt + tokens - 2.
-    """
-    mean = prompt_tokens + max(tokens - 2, 0) / 2
-    return spec.bytes_per_token + spec.kv_bytes_read(int(mean))
 
 
 def roofline(

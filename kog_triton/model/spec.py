@@ -260,6 +260,14 @@ class ModelSpec:
         seen = sum(min(position + 1, window or position + 1) for window in self.windows)
         return seen * self._kv_row_bytes
 
+    def decode_bytes(self, prompt_tokens: int, tokens: int) -> int:
+        """Weight and KV bytes of one decode step at the mean depth of the steps that are timed.
+
+        The steps after the first token are at positions prompt .. prompt + tokens - 2.
+        """
+        mean = prompt_tokens + max(tokens - 2, 0) / 2
+        return self.bytes_per_token + self.kv_bytes_read(int(mean))
+
     def replace(self, **changes: object) -> "ModelSpec":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 

@@ -24,16 +24,15 @@ LOCAL = 0.7e-6  # seconds of an exchange among the blocks of a GPU
 BARRIER = 0.3e-6  # seconds of a block's barrier behind a matrix stage
 ATTENTION = 2.4e-6  # seconds of a layer at a short context: from queries to merged results
 HOP = 1.0e-6  # seconds that a block waits longer for a sum over GPUs, for each further one
-BLEND, KEPT = (
-    5.5,
-    1.02,
-)  # fitted; KEPT: of the read bandwidth, for the L2 keeps some of a token's weights for the next
+# Fitted. KEPT: of the read bandwidth, for the L2 keeps some of a token's weights for the next.
+BLEND, KEPT = 5.5, 1.02
 FITTED, FITTED_GPUS = ("llama-3.2-1b", "qwen3-8b", "laneformer-2b"), 2
+PROMPT, TOKENS = 32, 256
 MEASURED_GPU, MOST_MEASURED, WORST_MISS = "h200", 4, 0.131
 
 
 class Row(NamedTuple):
-    """Tokens/s of a shape, prompt 32 + 256, and a GPU's read bandwidth of the run, TB/s: of several the lowest."""
+    """Tokens/s of a shape, PROMPT + TOKENS, and a GPU's read bandwidth of the run, TB/s: of several the lowest."""
 
     shape: str
     gpus: int
@@ -95,10 +94,20 @@ def predict(
     return float((stream**blend + chain**blend) ** (1 / blend))
 
 
-def predicted_rate(row: Row, schedule: Schedule, bytes_per_token: float) -> float:
-    """Tokens/s of what a row measured. `bytes_per_token`: of all GPUs."""
-    bandwidth = row.bandwidth * 1e12 / SHARE
-    return 1 / predict(schedule, bytes_per_token / row.gpus, bandwidth)
+def predicted_rate(schedule: Schedule, bandwidth: float) -> float:
+    """Tokens/s at a short context, of GPUs with this bandwidth by their datasheet."""
+    return 1 / predict(schedule, schedule.spec.bytes_per_token / schedule.num_ranks, bandwidth)
+
+
+def said_of(row: Row, schedule: Schedule) -> float:
+    """Tokens/s by the formula, of what a row measured."""
+    size = schedule.spec.decode_bytes(PROMPT, TOKENS) / row.gpus
+    return 1 / predict(schedule, size, row.bandwidth * 1e12 / SHARE)
+
+
+def digits(rate: float) -> int:
+    """That are shown behind the point of what was measured, and of what the formula says of it."""
+    return 0 if rate > 100 else 1
 
 
 def measured_like(spec: ModelSpec, gpus: int) -> Row | None:

@@ -179,15 +179,20 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     lanes = spec.num_lanes
     if num_ranks < 1:
         raise ModelError(f"cannot run on {num_ranks} GPUs")
-    if lanes > 1 and lanes % num_ranks:
-        fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        raise ModelError(f"{lanes} lanes do not divide over {num_ranks} GPUs: choose one of {fit}")
     shards = lanes if lanes > 1 else num_ranks
+    fit = [
+        n
+        for n in range(1, MOST_GPUS + 1)
+        if (lanes % n == 0 if lanes > 1 else _heads_divide(spec, n))
+    ]
+    choose = f"choose one of {', '.join(map(str, fit))}"
+    if num_ranks > MOST_GPUS:
+        raise ModelError(f"{num_ranks} GPUs: {MOST_GPUS} are the most: {choose}")
+    if lanes > 1 and num_ranks not in fit:
+        raise ModelError(f"{lanes} lanes do not divide over {num_ranks} GPUs: {choose}")
     if shards > 1 and not _heads_divide(spec, shards):
-        fit = ", ".join(str(n) for n in range(1, MOST_GPUS + 1) if _heads_divide(spec, n))
         raise ModelError(
-            f"{spec.num_heads} heads with {spec.num_kv_heads} KV heads do not divide over {shards} GPUs: "
-            f"choose one of {fit}"
+            f"{spec.num_heads} heads with {spec.num_kv_heads} KV heads do not divide over {shards} GPUs: {choose}"
         )
     plan = Schedule(spec, num_ranks, shards, ())
     d, hidden, ffn = spec.head_dim, spec.hidden_size, plan.shard_ffn

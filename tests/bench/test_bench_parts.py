@@ -18,7 +18,7 @@ from kog_triton.bench.model import Model, Retyped, open_model
 from kog_triton.bench.peers import transformers_model
 from kog_triton.bench.peers.transformers_model import load_model
 from kog_triton.bench.record import make_row, target_of
-from kog_triton.bench.timing import decode_bytes, roofline, summarize
+from kog_triton.bench.timing import roofline, summarize
 from kog_triton.bench.trace import count
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
@@ -223,7 +223,7 @@ def test_the_first_token_is_ttft_s_alone():
 
 def test_the_roofline_by_hand():
     spec = named_shape("llama-3.2-1b")
-    size = decode_bytes(spec, prompt_tokens=100, tokens=22)
+    size = spec.decode_bytes(prompt_tokens=100, tokens=22)
     assert size == 1_235_814_400 * 2 + 32_768 * 111  # positions 100 .. 120, the mean sees 111 keys
     got = roofline(size, 1000.0, 4.8e12, 4.4e12)
     assert got["datasheet_us"] == pytest.approx(size / 4.8e6)

@@ -5,6 +5,7 @@ import re
 import pytest
 from safetensors.torch import load_file
 
+from kog_triton.backends.cuda.toolchain import not_compiled_for
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.model.spec import Head, Reduce
@@ -118,6 +119,17 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     assert (f"each KV head on {copies} GPUs" in out) == (copies > 1)
 
 
+@pytest.mark.parametrize("device", ["a100", "l40s"])
+def test_a_gpu_that_cuda_is_not_compiled_for_has_triton_s_plan(plan, device):
+    """And with --backend cuda the backend's own refusal; of weights that Triton does not read, a plain cut."""
+    shape, gpu = ("--shape", "llama-3.2-1b", "--device", device), find_gpu(device)
+    code, out, err = plan(*shape, "--backend", "cuda")
+    refused = f"the cuda backend cannot run: {not_compiled_for(device, gpu.arch).reason}; choose --backend triton"
+    assert (code, out, err) == (4, "", f"error: {refused}\n") and f"{device} is {gpu.arch}" in err
+    assert plan(*shape)[1] == plan(*shape, "--backend", "triton")[1] != ""
+    assert "no lowering for" in plan(*shape, "--format", "mxfp4")[1]
+
+
 def test_an_amd_plan_says_that_it_is_a_plain_one(plan):
     _, out, _ = plan("--shape", "laneformer-2b", "--device", "mi300x")
     rows = table(out)
@@ -191,7 +203,7 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
         (["--gpus", "many"], 2, "--gpus"),
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),
         (["--model", "x", "--shape", "y"], 2, "not allowed with"),
-        (["--shape", "llama-3.3-70b", "--device", "l40s"], 3, "shared memory of l40s"),
+        (["--shape", "llama-3.3-70b", "--device", "rtx-5090"], 3, "shared memory of rtx-5090"),
         (
             ["--backend", "hip"],
             4,
@@ -210,10 +222,11 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
             2,
             "304 blocks: this model takes 256 at most",
         ),
+        (["--gpus", "16"], 3, "16 GPUs: 8 are the most: choose one of 1, 2, 4, 8"),
         (
-            ["--shape", "qwen3-32b", "--backend", "hip", "--device", "mi300x", "--gpus", "16"],
-            4,
-            "16 GPUs: collectives take 8 at most",
+            ["--shape", "qwen3-32b", "--gpus", "16"],
+            3,
+            "16 GPUs: 8 are the most: choose one of 1, 2, 4, 8",
         ),
         (
             ["--shape", "qwen3-8b", "--format", "mxfp4", "--backend", "hip", "--device", "mi300x"],

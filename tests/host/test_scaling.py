@@ -8,9 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from kog_triton.bench.timing import decode_bytes
 from kog_triton.model.shapes import named_shape
-from kog_triton.plan import main
+from kog_triton.plan import expectation, main
 from kog_triton.schedule import scaling
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
@@ -29,7 +28,7 @@ def rate(shape, gpus, **fitted):
 
 def said(row, **fitted):
     spec = named_shape(row.shape)
-    per_gpu, bandwidth = decode_bytes(spec, 32, 256) / row.gpus, row.bandwidth * 1e12
+    per_gpu, bandwidth = spec.decode_bytes(32, 256) / row.gpus, row.bandwidth * 1e12
     return 1 / scaling.predict(build(spec, row.gpus), per_gpu, bandwidth / scaling.SHARE, **fitted)
 
 
@@ -143,19 +142,22 @@ def test_the_page_has_kept_records():
     assert (row.rate, row.bandwidth) == (round(wide.rate, 1), round(wide.bandwidth / 1e12, 3))
 
 
-def test_plan_predicts_for_several_gpus_alone(capsys):
-    assert main(["--shape", "laneformer-2b", "--gpus", "2"]) == 0
-    out = capsys.readouterr().out
-    says = float(re.search(r"Predicted: ([\d,]+) tokens/s", out)[1].replace(",", ""))
-    assert says == pytest.approx(rate("laneformer-2b", 2), rel=0.01) and "beyond" not in out
-    found = re.search(
-        r"Measured: 1,926 tokens/s where a GPU reads 4.37 TB/s; .* ([+-][\d.]+)%", out
-    )
-    (row,) = (r for r in scaling.MEASURED if (r.shape, r.gpus) == ("laneformer-2b", 2))
-    assert float(found[1]) == pytest.approx(100 * (said(row) / row.rate - 1), abs=0.5)
+def test_plan_says_what_the_page_says_of_several_gpus(capsys):
+    rows = re.findall(r"^\| (\S+) \| ([2-8]) \| (\S+) \| (\S+) \| (\S+) \| \w+ \|$", PAGE, re.M)
+    others = re.findall(r"^\| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", PAGE, re.M)
+    wanted = {(row[0], n): row[i] for row in others[1:] for i, n in enumerate("248", 1)}
+    wanted |= {(shape, gpus): wanted.get((shape, gpus)) for shape, gpus, *_ in rows}
+    assert len(wanted) == 21 and len(rows) == 13
+    measured = {tuple(row[:2]): row[2:] for row in rows}
+    for (shape, gpus), rate in wanted.items():
+        out = expectation(build(named_shape(shape), int(gpus)), GPUS[scaling.MEASURED_GPU])
+        if rate:
+            assert f"Predicted: {rate} tokens/s" in out, out
+        said = re.search(r"Measured: (\S+) .* says (\S+) of it, (\S+)\.$", out, re.M)
+        assert (said and said.groups()) == measured.get((shape, gpus)), out
+        assert ("beyond what was measured" in out) == (gpus == "8")
+    assert main(["--shape", "llama-3.2-1b", "--gpus", "4"]) == 0
+    assert re.search(r"^Predicted: 3,643 .*\nMeasured: .* -5.2%\.$", capsys.readouterr().out, re.M)
     for argv in (["--gpus", "1"], ["--gpus", "2", "--device", "mi300x"]):
         assert main(["--shape", "laneformer-2b", *argv]) == 0
         assert "redicted" not in capsys.readouterr().out
-    assert main(["--shape", "llama-3.2-1b", "--gpus", "8"]) == 0
-    out = capsys.readouterr().out
-    assert "8 GPUs are beyond what was measured" in out and "Measured:" not in out

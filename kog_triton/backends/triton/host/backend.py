@@ -96,7 +96,7 @@ class TritonBackend:
             device = torch.device("cuda")
         if reason := _not_compiled_for(*_name_and_arch(device)):
             raise DeviceError(
-                f"the triton backend cannot run: {reason}; choose --backend reference"
+                Availability(False, reason, "choose --backend reference").why("triton")
             )
         free_what_was_kept()
         self._entry = GpuEntry(device)
