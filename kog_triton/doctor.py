@@ -20,6 +20,7 @@ from kog_triton.backends.choose import survey
 from kog_triton.cli.arguments import Parser
 from kog_triton.cli.caches import Cache, caches
 from kog_triton.cli.command import end_process, run
+from kog_triton.cli.model import add_checkpoint, check_revision
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import printable
 
@@ -42,7 +43,7 @@ OPTIONAL = {
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 
-def examine(model: str | None = None) -> dict[str, Any]:
+def examine(model: str | None = None, revision: str | None = None) -> dict[str, Any]:
     """Everything that `kog doctor` shows, ready for JSON; with a model, whether its weights fit."""
     demo = checkpoint_path()
     found = {
@@ -63,7 +64,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
         "memory": memory(),
         "caches": [cache_found(cache) for cache in caches()],
     }
-    return found if model is None else found | {"model": fits(model, found)}
+    return found if model is None else found | {"model": fits(model, found, revision)}
 
 
 def memory() -> dict[str, int | None]:
@@ -95,14 +96,14 @@ def cache_found(cache: Cache) -> dict[str, Any]:
     }
 
 
-def fits(model: str, found: dict[str, Any]) -> dict[str, Any]:
+def fits(model: str, found: dict[str, Any], revision: str | None = None) -> dict[str, Any]:
     """What each backend would do with a model: why it would not run it, or the bytes beside the memory it would use.
 
     Only headers are read. Keys and values are those of one slot over the whole context.
     """
     from kog_triton.checkpoint.folder import Checkpoint
 
-    spec = Checkpoint.open(model).spec
+    spec = Checkpoint.open(model, revision).spec
     gpu = max((g["memory_bytes"] for g in found["gpus"]), default=None)
     cache = spec.kv_bytes_per_position * spec.max_context
     rows = []
@@ -265,12 +266,10 @@ def _body(argv: Sequence[str] | None) -> int:
         prog="kog doctor", description="Show what can run on this machine, and what is missing."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--model",
-        help="folder, .gguf file or Hugging Face id: also what each backend would do with it",
-    )
+    add_checkpoint(parser, ": also what each backend would do with it")
     args = parser.parse_args(argv)
-    found = examine(args.model)
+    check_revision(args.model, args.revision)
+    found = examine(args.model, args.revision)
     print(json.dumps(found, indent=2) if args.json else printable(report(found), keep="\n"))
     return 0
 

@@ -34,6 +34,7 @@ def begin_compiling(args: argparse.Namespace) -> None:
     precompile(
         args.backend,
         args.model,
+        revision=args.revision,
         device=args.device or "",
         num_gpus=args.gpus,
         dtype=args.dtype,

@@ -28,6 +28,7 @@ def precompile(
     backend: str,
     model: str | Path | None = None,
     *,
+    revision: str | None = None,
     shape: str | None = None,
     device: str = "",
     num_gpus: int = 1,
@@ -43,7 +44,7 @@ def precompile(
     the format that the shape's random weights are rounded to, a key of FORMATS; the others are what LLM takes.
     """
     try:
-        spec = named_shape(shape) if shape else _read_spec(model)
+        spec = named_shape(shape) if shape else _read_spec(model, revision)
         if spec is None:
             return
         if weights:
@@ -66,11 +67,11 @@ def precompile(
         log.debug("nothing is compiled beforehand: %s: %s", type(error).__name__, error)
 
 
-def _read_spec(model: str | Path | None) -> ModelSpec | None:
+def _read_spec(model: str | Path | None, revision: str | None) -> ModelSpec | None:
     """From config.json alone; None if a model of that name is not here, or leaves the weights' type to their files."""
     model = checkpoint_path() if model is None else model
-    file = local_file(model, "config.json")
-    if file is None or not any(local_file(model, name) for name in (SINGLE, INDEX)):
+    file = local_file(model, "config.json", revision)
+    if file is None or not any(local_file(model, name, revision) for name in (SINGLE, INDEX)):
         return None
     config = read_json(file)
     return read_spec(config, str(file)) if Config(config).dtype() is not None else None

@@ -23,6 +23,7 @@ from kog_triton.backends.recording import Profiler, RankProfiler, RankRecording,
 from kog_triton.backends.resources import ResourceReporter
 from kog_triton.cli.arguments import Parser, check_output, positive
 from kog_triton.cli.command import end_process, run
+from kog_triton.cli.model import add_checkpoint, check_revision
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.schedule.topology import Gpu
 
@@ -33,11 +34,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="kog profile", description="Show where the time of a decode step goes, span by span."
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
-    )
-    what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
+    add_checkpoint(parser, shape="random weights")
     parser.add_argument(
         "--backend", default="auto", metavar="NAME", help=", ".join(backend_names())
     )
@@ -62,20 +59,24 @@ def build_parser() -> Parser:
     return parser
 
 
-def _open_weights(model: str | None, shape: str | None, device: str) -> tuple[str, WeightSource]:
+def _open_weights(args: Namespace) -> tuple[str, WeightSource]:
     """The model's name and its weights; random ones are made where there is most memory for them."""
+    model, shape = args.model, args.shape
+    check_revision(model, args.revision)
     if shape:
         import torch
 
         from kog_triton.checkpoint.random_weights import RandomWeights
         from kog_triton.model.shapes import named_shape
 
-        on_gpu = torch.cuda.is_available() and device != "cpu"
+        on_gpu = torch.cuda.is_available() and args.device != "cpu"
         return shape, RandomWeights(named_shape(shape), SEED, "cuda" if on_gpu else "cpu")
     from kog_triton.checkpoint.folder import Checkpoint
     from kog_triton.demo import checkpoint_path
 
-    return Path(model).name if model else "demo", Checkpoint.open(model or checkpoint_path())
+    return Path(model).name if model else "demo", Checkpoint.open(
+        model or checkpoint_path(), args.revision
+    )
 
 
 def _body(argv: Sequence[str] | None) -> int:
@@ -98,7 +99,7 @@ def _body(argv: Sequence[str] | None) -> int:
         from kog_triton.profiling.picture import need_matplotlib
 
         need_matplotlib()
-    name, weights = _open_weights(args.model, args.shape, args.device)
+    name, weights = _open_weights(args)
     options = BackendOptions(
         max_context=args.depth + args.tokens,
         device=args.device,

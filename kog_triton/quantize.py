@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser
 from kog_triton.cli.command import end_process, interruptible, run
+from kog_triton.cli.model import add_checkpoint
 from kog_triton.cli.stderr_log import say
 from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import pattern_of
@@ -38,7 +39,9 @@ COPIED = (
 )
 
 
-def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[str, Any]:
+def quantize_checkpoint(
+    model: str | Path, out: Path, format_name: str, revision: str | None = None
+) -> dict[str, Any]:
     """Write the narrow checkpoint; what was done: `tensors`, `bytes_read`, `bytes_written`, `seconds`.
 
     ModelError for a model that is not read, or whose matrices the format does not divide; RequestError for a folder
@@ -47,7 +50,7 @@ def quantize_checkpoint(model: str | Path, out: Path, format_name: str) -> dict[
     from kog_triton.checkpoint.folder import Checkpoint
 
     started = time.perf_counter()
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(model, revision)
     _check(checkpoint, format_name)
     try:
         out.mkdir(parents=True)
@@ -181,7 +184,7 @@ def build_parser() -> Parser:
         prog="kog quantize",
         description="Write a narrow checkpoint in the layout of compressed-tensors.",
     )
-    parser.add_argument("--model", required=True, help="folder, .gguf file or Hugging Face id")
+    add_checkpoint(parser, "", required=True)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--format", required=True, choices=WRITTEN, help=", ".join(WRITTEN))
     return parser
@@ -192,7 +195,7 @@ def _body(argv: Sequence[str] | None) -> int:
     import torch  # noqa: F401  which takes a while, before Ctrl-C is an exception
 
     interruptible()
-    done = quantize_checkpoint(args.model, args.out, args.format)
+    done = quantize_checkpoint(args.model, args.out, args.format, args.revision)
     say(
         f"{args.out}: {done['tensors']} weights, {done['bytes_read'] / 1e9:.3f} GB as"
         f" {done['bytes_written'] / 1e9:.3f} GB ({args.format}) in {done['seconds']:.1f} s"

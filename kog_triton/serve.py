@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kog_triton.cli.arguments import Parser, above_zero, natural, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.foreign_flags import foreign_flag, of_servers
+from kog_triton.cli.model import add_checkpoint
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
 
@@ -34,9 +35,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
     what = parser.add_argument_group("model")
-    what.add_argument(
-        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
-    )
+    add_checkpoint(what)
     what.add_argument(
         "--served-model-name", nargs="+", default=(), metavar="NAME",
         help="what clients call it; the first is told (default: MODEL as it is given)",
@@ -155,6 +154,7 @@ def parse(argv: Sequence[str] | None) -> "Settings":
     return Settings(
         llm={
             "model": args.model or args.model_tag,
+            "revision": args.revision,
             "backend": args.backend,
             "devices": f"{args.device or ''}:{args.tensor_parallel_size}",
             "dtype": args.dtype,

@@ -11,6 +11,7 @@ from kog_triton.bench.kccl import GPUS, KIB, USES
 from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
+from kog_triton.cli.model import add_checkpoint
 from kog_triton.errors import RequestError
 from kog_triton.model.weight_format import FORMATS
 
@@ -193,11 +194,7 @@ def _add_serving(kinds: Any) -> None:
 
 def _common() -> Parser:
     out = Parser(add_help=False)
-    what = out.add_mutually_exclusive_group()
-    what.add_argument(
-        "--model", help="folder, .gguf file or Hugging Face id (default: the demo that ships)"
-    )
-    what.add_argument("--shape", metavar="NAME", help="random weights, such as llama-3.2-1b")
+    add_checkpoint(out, shape="random weights")
     out.add_argument(
         "--backend",
         action="append",

@@ -54,7 +54,7 @@ def _common(
 
     device, word = find_device(args.device)
     backends, absent = _backends(args, word)
-    model = open_model(args.model, args.shape, device, args.dtype, args.weights)
+    model = open_model(args.model, args.shape, device, args.dtype, args.weights, args.revision)
     model.check_room(positions)
     shared = {
         "model": model,
@@ -207,8 +207,8 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     device, word = find_device(args.device)
     choices, _ = _backends(args, word)
-    model = open_model(args.model, args.shape, device, args.dtype, args.weights)
-    given = ("model", "shape", "device", "dtype", "weights")
+    model = open_model(args.model, args.shape, device, args.dtype, args.weights, args.revision)
+    given = ("model", "revision", "shape", "device", "dtype", "weights")
     asked = {name: getattr(args, name) for name in given} | {"num_gpus": args.gpus}
     rows = [start_rounds(choice.name, asked, args.rounds, _say(args)) for choice in choices]
     measured = {"bandwidth": None, "conditions": None, "rows": rows, "failures": []}

@@ -13,6 +13,7 @@ from kog_triton.bench.record import ROUNDED
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights
 from kog_triton.checkpoint.random_weights import RandomWeights
+from kog_triton.cli.model import check_revision
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.shapes import named_shape, with_format
@@ -63,12 +64,14 @@ def open_model(
     device: torch.device,
     dtype: str = "auto",
     format: str | None = None,
+    revision: str | None = None,
 ) -> Model:
     """A named shape, a checkpoint folder or hub id, or the demo; ModelError if it cannot be opened.
 
     dtype   of its weights for every engine, a key of DTYPES; "auto": its own
     format  that the layers' matrices of a named shape are rounded to, a key of FORMATS
     """
+    check_revision(model, revision)
     if format and not shape:
         raise RequestError("--weights makes random weights narrow: name a --shape")
     if shape:
@@ -80,7 +83,7 @@ def open_model(
             return Model(shape.lower(), narrow, how)
         weights = RandomWeights(spec, SEED, device)
         return Model(shape.lower(), weights, f"random, seed {SEED}, made on {device.type}")
-    checkpoint: WeightSource = Checkpoint.open(model or checkpoint_path())
+    checkpoint: WeightSource = Checkpoint.open(model or checkpoint_path(), revision)
     if dtype != "auto":
         checkpoint = Retyped(checkpoint, DTYPES[dtype])
     return Model(Path(model).name if model else "demo", checkpoint, "checkpoint")

@@ -23,6 +23,7 @@ def one_start(
     started: float,
     backend: str,
     model: str | None,
+    revision: str | None,
     shape: str | None,
     device: str,
     num_gpus: int,
@@ -36,6 +37,7 @@ def one_start(
     precompile(
         backend,
         model,
+        revision=revision,
         shape=shape,
         device=device,
         num_gpus=num_gpus,
@@ -50,7 +52,7 @@ def one_start(
 
     imported = time.time()
     place, word = find_device(device)
-    opened = open_model(model, shape, place, dtype, weights)
+    opened = open_model(model, shape, place, dtype, weights, revision)
     options = BackendOptions(SLOTS, max_context=MAX_CONTEXT, num_gpus=num_gpus, device=word)
     engine = BackendUnderTest(choose(backend, word).backend, opened.weights, options)
     loaded = time.time()

@@ -84,7 +84,7 @@ class Checkpoint:
     def open(cls, path_or_hub_id: str | Path, revision: str | None = None) -> "Checkpoint":
         """Open a folder, a GGUF file, or a model of the hub by its id; ModelError for whatever is wrong."""
         gguf = gguf_file(path_or_hub_id)
-        if gguf is not None:
+        if gguf is not None and revision is None:
             return cls._open_gguf(gguf)
         folder = model_folder(path_or_hub_id, revision)
         file = folder / "config.json"

@@ -56,9 +56,10 @@ def model_folder(
     text = str(path_or_hub_id)
     if not text:
         raise ModelError("the model has no name: pass a folder or a hub id")
+    if revision is not None and path.exists():
+        kind = "folder" if path.is_dir() else "file"
+        raise ModelError(f"{text} is a local {kind}: it has no revision {revision!r}")
     if path.is_dir():
-        if revision is not None:
-            raise ModelError(f"{text} is a local folder: it has no revision {revision!r}")
         return path
     if path.exists():
         raise ModelError(
@@ -69,7 +70,7 @@ def model_folder(
     return _download(text, revision, cache, files)
 
 
-def local_file(path_or_hub_id: str | Path, name: str) -> Path | None:
+def local_file(path_or_hub_id: str | Path, name: str, revision: str | None = None) -> Path | None:
     """One file of a checkpoint that is here already; None if it is not. Nothing is fetched."""
     text, path = str(path_or_hub_id), Path(path_or_hub_id).expanduser()
     if text and path.is_dir():
@@ -78,7 +79,7 @@ def local_file(path_or_hub_id: str | Path, name: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(text, name)
+    found = try_to_load_from_cache(text, name, revision=revision)
     return Path(found) if isinstance(found, str) else None
 
 

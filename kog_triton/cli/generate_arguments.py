@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from kog_triton.backends import PREFILLS, backend_names
 from kog_triton.cli.arguments import Parser, check_output, positive
 from kog_triton.cli.foreign_flags import foreign_flag
+from kog_triton.cli.model import add_checkpoint
 
 EPILOG = """Exit codes: 0 done, 1 a bug of ours, 2 usage, request or full disk, 3 model, 4 device, 5 run, 130 Ctrl-C.
 Environment: XDG_CACHE_HOME (compiled kernels; `kog cache` lists them), XDG_STATE_HOME (what was typed into
@@ -33,9 +34,9 @@ def build_parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument_group("what to generate").add_argument
-    add("--model", help="folder, .gguf file or Hugging Face id (default: the demo)")
-    add("--revision", help="branch, tag or commit of a Hugging Face id")
+    what = parser.add_argument_group("what to generate")
+    add_checkpoint(what)
+    add = what.add_argument
     add(
         "-p", "--prompt", action="append", metavar="TEXT|-|@FILE",
         help="the prompt, - for stdin, @FILE for a file, @@TEXT for a text that begins with @",

@@ -125,10 +125,11 @@ def open_llm(asked: wire.Open) -> "LLM":
     device, _, count = str(options.get("devices") or "").partition(":")
     choose(options["backend"], device)  # what cannot be is found before seconds of imports
     if options["model"] is not None and gguf_file(options["model"]) is None:
-        model_folder(options["model"])
+        model_folder(options["model"], options["revision"])
     precompile(
         options["backend"],
         options["model"],
+        revision=options["revision"],
         device=device,
         num_gpus=int(count or 1),
         dtype=options["dtype"],

@@ -7,17 +7,20 @@ import json
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 
-from kog_triton import LLM, SamplingParams
+from kog_triton import LLM, SamplingParams, profile
 from kog_triton.__main__ import commands
+from kog_triton.backends.choose import Choice
 from kog_triton.cli import activity, foreign_flags, generate_arguments
 from kog_triton.cli.activity import activity as shown_activity
 from kog_triton.cli.arguments import Parser
 from kog_triton.cli.stats import report, summary
 from kog_triton.cli.stderr_log import STDERR_LOG
+from kog_triton.errors import ModelError
 from tests import ROOT
 from tests.lib import gguf_cases
 from tests.lib.fake_checkpoint import make_checkpoint
@@ -237,6 +240,31 @@ def test_a_revision_is_asked_of_the_hub(cli, folder, monkeypatch):
     assert set(asked) == {("org/name", "v1")}
     code, _, err = cli("-p", "say:x", "--revision", "v1")
     assert code == 3 and "is a local folder: it has no revision" in err
+
+
+COMMANDS = ("doctor", "plan", "profile", "quantize --out x --format int8-channel", "bench decode")
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_that_takes_a_hub_id_takes_its_revision(words, monkeypatch, capsys):
+    """And says so where nothing is named that could have one."""
+    asked = []
+
+    def folder(hub_id, revision=None):
+        asked.append((hub_id, revision))
+        raise ModelError("not found")
+
+    profiler = Choice(SimpleNamespace, "cuda", "")
+    monkeypatch.setattr(profile, "choose", lambda *_: profiler)
+    monkeypatch.setattr(profile, "Profiler", SimpleNamespace)
+    monkeypatch.setattr("kog_triton.checkpoint.folder.model_folder", folder)
+    command, *argv = [*words.split(), "--revision", "v1"]
+    main = importlib.import_module(f"kog_triton.{command}").main
+    assert main([*argv, "--model", "org/name"]) == 3 and asked == [("org/name", "v1")]
+    if command != "quantize":
+        capsys.readouterr()
+        assert main(argv) == 2
+        assert "--revision goes with --model, a Hugging Face id" in capsys.readouterr().err
 
 
 def test_tools_and_arguments_reach_the_template(cli, tmp_path):

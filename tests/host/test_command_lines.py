@@ -109,8 +109,8 @@ def test_a_bias_is_an_id_and_a_finite_number():
 
 
 LLM_OF_SERVE = {
-    "model": None, "backend": "auto", "devices": ":1", "dtype": "auto", "max_model_len": None, "num_slots": 4,
-    "gpu_memory_utilization": None, "seed": None, "prefill": "auto", "num_blocks": None,
+    "model": None, "revision": None, "backend": "auto", "devices": ":1", "dtype": "auto", "max_model_len": None,
+    "num_slots": 4, "gpu_memory_utilization": None, "seed": None, "prefill": "auto", "num_blocks": None,
 }  # fmt: skip
 SETTINGS_OF_SERVE = {
     "host": "127.0.0.1", "port": 8000, "uds": None, "keys": (), "names": (), "tool_call_parser": "auto",
@@ -135,7 +135,7 @@ def test_what_serve_takes_where_nothing_is_said(monkeypatch):
     ("words", "changed"),
     [
         (["/m"], {"model": "/m"}),
-        (["--model", "/m"], {"model": "/m"}),
+        (["--model", "/m", "--revision", "v1"], {"model": "/m", "revision": "v1"}),
         (["--device", "nvidia", "-tp", "2"], {"devices": "nvidia:2"}),
         (["--gpus", "3"], {"devices": ":3"}),
         (["--gpu-memory-utilization", "1"], {"gpu_memory_utilization": 1.0}),
