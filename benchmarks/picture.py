@@ -42,9 +42,6 @@ THEMES: dict[str, Colors] = {  # as GitHub's pages are, light and dark
         "cuda": "#4c3fbf",
         "triton": "#8278d6",
         "peer": "#d5dae0",
-        "on_cuda": "#fff",
-        "on_triton": "#fff",
-        "on_peer": "#1f2328",
     },
     "dark": {
         "text": "#f0f6fc",
@@ -53,13 +50,12 @@ THEMES: dict[str, Colors] = {  # as GitHub's pages are, light and dark
         "cuda": "#6e5ff0",
         "triton": "#4a3f9e",
         "peer": "#343b44",
-        "on_cuda": "#fff",
-        "on_triton": "#fff",
-        "on_peer": "#f0f6fc",
     },
 }
-SIZE, INKS = 13, {colors["text"] for colors in THEMES.values()}  # of words that name none
-FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
+SIZE = 13  # of words that have no other
+FONT = "system-ui, Helvetica, Arial, sans-serif"
+# What a word is like, by the classes it has; a theme's colors are classes, too.
+STYLE = ".on{fill:#fff}.b{font-weight:600}.e{text-anchor:end}.c{text-anchor:middle}.pale{fill-opacity:.8}"
 WIDTH, LEFT, AXIS = 880, 184, 616  # of the picture; where bars begin; how long one at the limit is
 TOP, BAR, STEP, BETWEEN, BOTTOM = 92, 22, 26, 20, 56  # heights
 OUTSIDE = 0.6  # a bar shorter than this has its words behind it, not on it
@@ -84,30 +80,27 @@ def allowed(row: dict[str, Any]) -> float:
     return 1e6 / row["floor"]["measured_us"]
 
 
-def words(x: float, y: float, what: str, color: str, size: int = SIZE, more: str = "") -> str:
-    more = more if size == SIZE else f' font-size="{size}"{more}'
-    more = more if color in INKS else f' fill="{color}"{more}'
+def words(x: float, y: float, what: str, kind: str = "", size: int = SIZE) -> str:
+    more = f' class="{kind}"' if kind else ""
+    more += f' font-size="{size}"' if size != SIZE else ""
     return f'<text x="{round(x, 1):g}" y="{y:g}"{more}>{what}</text>'
 
 
-BOLD, END = ' font-weight="600"', ' text-anchor="end"'
-
-
-def bar(row: dict[str, Any], y: float, colors: Colors) -> list[str]:
+def bar(row: dict[str, Any], y: float) -> list[str]:
     """One engine's bar with its name, tokens/s and share."""
     kind = row["name"] if row["name"] in BACKENDS else "peer"
     name = BACKENDS.get(row["name"]) or PEERS[row["name"]]
     rate, share = row["host"]["tokens_per_s"], row["floor"]["measured_mbu"]
     length, base = share * AXIS, y + BAR - 6.5
-    drawn = f'<rect x="{LEFT}" y="{y:g}" width="{length:.1f}" height="{BAR}" rx="3" fill="{colors[kind]}"/>'
-    outside = share < OUTSIDE
-    ink = colors["text"] if outside else colors[f"on_{kind}"]
-    pale = f'dx="7" fill="{colors["muted"]}"' if outside else 'dx="7" fill-opacity="0.8"'
-    said = f"<tspan{BOLD}>{rate:,.0f}</tspan><tspan {pale}>{share:.0%}</tspan>"
-    if outside:
-        return [drawn, words(LEFT + length + 9, base, f"{said}<tspan {pale}>{name}</tspan>", ink)]
+    drawn = (
+        f'<rect x="{LEFT}" y="{y:g}" width="{length:.1f}" height="{BAR}" rx="3" class="{kind}"/>'
+    )
+    pale = f'dx="7" class="{"muted" if share < OUTSIDE else "pale"}"'
+    said = f'<tspan class="b">{rate:,.0f}</tspan><tspan {pale}>{share:.0%}</tspan>'
+    if share < OUTSIDE:
+        return [drawn, words(LEFT + length + 9, base, f"{said}<tspan {pale}>{name}</tspan>")]
     end = LEFT + min(length, AXIS) - 9  # never across the line of the limit
-    return [drawn, words(LEFT + 9, base, name, ink), words(end, base, said, ink, more=END)]
+    return [drawn, words(LEFT + 9, base, name, "on"), words(end, base, said, "on e")]
 
 
 def told(shown: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
@@ -130,50 +123,23 @@ def picture(records: list[dict[str, Any]], colors: Colors) -> str:
     gpus = sorted({record["machine"]["gpu"].removeprefix("NVIDIA ") for record, _ in shown})
     days = sorted({record["created"][:10] for record, _ in shown})
     body = [
+        words(0, 24, f"Tokens per second of one request on one {' / '.join(gpus)}", "b", 20),
         words(
-            0,
-            24,
-            f"Tokens per second of one request on one {' / '.join(gpus)}",
-            colors["text"],
-            20,
-            BOLD,
-        ),
-        words(
-            0,
-            48,
+            0, 48,
             "Greedy, 256 tokens behind a prompt of 32, random 16-bit weights; every text checked before it is timed",
-            colors["muted"],
+            "muted",
         ),
-        words(
-            limit,
-            TOP - 14,
-            "what memory allows",
-            colors["limit"],
-            more=BOLD + ' text-anchor="middle"',
-        ),
-    ]
+        words(limit, TOP - 14, "what memory allows", "limit b c"),
+    ]  # fmt: skip
     bars, y = [], float(TOP)
     for record, rows in shown:
         middle = y + (len(rows) * STEP - (STEP - BAR)) / 2
         size = rows[0]["floor"]["bytes"] / 1e9
-        body.append(
-            words(
-                LEFT - 16,
-                middle - 1,
-                SHAPES[record["model"]["name"]],
-                colors["text"],
-                14,
-                BOLD + END,
-            )
-        )
-        body.append(
-            words(LEFT - 16, middle + 16, f"{size:.1f} GB a token", colors["muted"], 12, END)
-        )
+        body.append(words(LEFT - 16, middle - 1, SHAPES[record["model"]["name"]], "b e", 14))
+        body.append(words(LEFT - 16, middle + 16, f"{size:.1f} GB a token", "muted e", 12))
         for i, row in enumerate(rows):
-            bars += bar(row, y + i * STEP, colors)
-        body.append(
-            words(limit + 24, middle + 5, f"{allowed(rows[0]):,.0f}", colors["limit"], 15, BOLD)
-        )
+            bars += bar(row, y + i * STEP)
+        body.append(words(limit + 24, middle + 5, f"{allowed(rows[0]):,.0f}", "limit b", 15))
         y += len(rows) * STEP + BETWEEN
     bottom = y - BETWEEN
     line = (
@@ -187,8 +153,9 @@ def picture(records: list[dict[str, Any]], colors: Colors) -> str:
         f"Drawn by benchmarks/picture.py from records of {', '.join(days)}.",
     )
     for i, note in enumerate(notes):
-        body.append(words(0, bottom + 32 + 17 * i, note, colors["muted"], 12))
+        body.append(words(0, bottom + 32 + 17 * i, note, "muted", 12))
     height = bottom + BOTTOM
+    style = "".join(f".{kind}{{fill:{color}}}" for kind, color in colors.items() if kind != "text")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
@@ -196,6 +163,7 @@ def picture(records: list[dict[str, Any]], colors: Colors) -> str:
             f'fill="{colors["text"]}">',
             "<title>Tokens per second of one request, beside what memory allows</title>",
             f"<desc>{escape(told(shown))}</desc>",
+            f"<style>{STYLE}{style}</style>",
             *body,
             *bars,
             line,

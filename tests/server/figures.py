@@ -1,6 +1,6 @@
 """The server's own figures on a scripted engine: `python -m tests.server.figures`, printed beside what is asked of
-them; --keep writes record.json. Through a GPU's socket: through_socket.py; other clients: real_clients.py; R17, a soak:
-soak.py.
+them; --keep writes record.json.xz. Through a GPU's socket: through_socket.py; other clients: real_clients.py;
+R17, a soak: soak.py.
 
 Three processes share the machine: engine, server and this client. Times are of one clock: the engine's stamp of a
 token to its arrival here, so that the hop to the socket is less than what is told. The cores are those that this
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.bench import machine
-from kog_triton.json_file import in_lines
 from kog_triton.metrics import percentile
+from tests.lib import kept_rows
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.raw_stream import raw_stream, request_head
 from tests.lib.served import content, served
@@ -38,7 +38,7 @@ from tests.server.ten_questions import agents, converse, percent_cached
 RATE = 3000  # tokens/s of the scripted engine
 TOKENS = 6000
 FREE_S = 0.005  # for the slot of a client that left to be free; what is asked is a step, or 50 ms
-RECORD = Path(__file__).with_name("record.json")
+RECORD = Path(__file__).with_name("record.json.xz")
 
 
 def ask(prompt, **fields):
@@ -300,7 +300,7 @@ def main():
     print(json.dumps(record, indent=2))
     print(*asked(record["figures"]), sep="\n")
     if args.keep:
-        RECORD.write_text(in_lines(record, 2) + "\n")
+        kept_rows.write(RECORD, record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Clients of the field on a server of ours, each in an environment of its own: `python -m tests.server.real_clients`.
 
-Prints what each of them found; with --keep into clients.json. $KOG_TESTS_CACHE keeps their environments; the first run
-fetches them (clients/requirements.txt, clients/package-lock.json).
+Prints what each of them found; with --keep into clients.json.xz. $KOG_TESTS_CACHE keeps their environments; the first
+run fetches them (clients/requirements.txt, clients/package-lock.json).
 """
 
 import argparse
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from kog_triton.json_file import in_lines
+from tests.lib import kept_rows
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, served
 from tests.lib.wheel_files import cache
 
 HERE = Path(__file__).parent / "clients"
-RECORD = Path(__file__).with_name("clients.json")
+RECORD = Path(__file__).with_name("clients.json.xz")
 CALLS = 10  # of the agent's tool
 TOKENS, REQUESTS = 300, 20  # of guidellm's prompts
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*clients, []], help="(default: all)")
     parser.add_argument("--keep", action="store_true", help=f"write {RECORD.name}")
     args = parser.parse_args()
-    kept_before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kept_before = kept_rows.read(RECORD) if RECORD.exists() else {}
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place, servers(Path(place)) as (scripted, reference):
         for name in args.names or clients:
@@ -311,7 +311,7 @@ def main() -> None:
             found[name] = {"created": now, **figures}
             print(name, json.dumps(found[name]), flush=True)
             if args.keep:
-                RECORD.write_text(in_lines(kept_before | found, 1) + "\n")
+                kept_rows.write(RECORD, kept_before | found)
 
 
 if __name__ == "__main__":

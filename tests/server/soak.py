@@ -1,7 +1,7 @@
 """R17: a server under everything that clients do, for a while: errors, memory and the pace of tokens over the time.
 
 `python -m tests.server.soak` takes five minutes behind a warm-up of WARM_UP requests, about nine in all, and prints
-what it found beside what is asked; --keep writes soak-record.json. Its cores are those that this process may use, as
+what it found beside what is asked; --keep writes soak-record.json.xz. Its cores are those that this process may use, as
 in figures.py. A test of tests/server/ takes some seconds.
 """
 
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from kog_triton.bench import machine
-from kog_triton.json_file import in_lines
+from tests.lib import kept_rows
 from tests.lib.fake_checkpoint import make_checkpoint
 from tests.lib.served import Served, content, read_events, served
 from tests.server.asked import Asked, by_name
 
-RECORD = Path(__file__).with_name("soak-record.json")
+RECORD = Path(__file__).with_name("soak-record.json.xz")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SOAK_S = 300.0
 WORDS = 10_000  # of tokenizers' cache
@@ -251,7 +251,7 @@ def main() -> None:
     print(json.dumps(record, indent=2))
     print(*asked(found), sep="\n")
     if args.keep:
-        RECORD.write_text(in_lines(record, 2) + "\n")
+        kept_rows.write(RECORD, record)
 
 
 if __name__ == "__main__":

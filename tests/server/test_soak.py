@@ -9,6 +9,7 @@ import pytest
 from pytest import approx
 
 from kog_triton.server.arenas import MOST
+from tests.lib import kept_rows
 from tests.server import figures
 from tests.server import soak as soak_command
 from tests.server.asked import by_name
@@ -26,15 +27,15 @@ def test_everything_clients_do_for_a_while_is_without_an_error(server, figure):
 
 @pytest.mark.parametrize(("command", "part"), [(figures, "figures"), (soak_command, "soak")])
 def test_a_kept_record_is_of_what_is_asked_today(command, part):
-    record = json.loads(command.RECORD.read_text())
+    record = kept_rows.read(command.RECORD)
     assert record["asked"] == by_name(command.asked(record[part]))
 
 
 def test_the_soak_that_is_kept_is_a_whole_one():
     """R17 has one meaning: five minutes behind the warm-up, and none of its figures in another record."""
-    kept = json.loads(soak_command.RECORD.read_text())["soak"]
+    kept = kept_rows.read(soak_command.RECORD)["soak"]
     assert (kept["seconds"], kept["warm_up_requests"]) == (SOAK_S, WARM_UP)
-    assert not any("R17" in what for what in json.loads(figures.RECORD.read_text())["asked"])
+    assert not any("R17" in what for what in kept_rows.read(figures.RECORD)["asked"])
 
 
 def test_the_slope_is_in_mib_a_minute():

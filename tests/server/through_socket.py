@@ -8,7 +8,7 @@
            and cold, and of both answers' tokens how far each lies below the fp32 reference's choice
 
 Random weights of a published shape of Llama's family. A minute on an H200; --small is the same on a CPU, on a model of
-a megabyte. --keep writes gpu_record.json, part by part. What is missing on the machine is said before anything
+a megabyte. --keep writes gpu_record.json.xz, part by part. What is missing on the machine is said before anything
 starts, and --limit ends what hangs. Nothing is fetched: a machine without a network takes the server's packages from
 a folder that was filled elsewhere,
 
@@ -45,17 +45,17 @@ from kog_triton.backends.choose import choose
 from kog_triton.bench import machine
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import KogError
-from kog_triton.json_file import in_lines
 from kog_triton.model.families import read_spec, sources
 from kog_triton.model.shapes import SHAPES
 from tests import ROOT
+from tests.lib import kept_rows
 from tests.lib.fake_checkpoint import CHAT_TEMPLATE, bytes_to_signs
 
 if TYPE_CHECKING:
     from tests.lib.served import Served
 
 STARTED = time.perf_counter()
-RECORD = Path(__file__).with_name("gpu_record.json")
+RECORD = Path(__file__).with_name("gpu_record.json.xz")
 PROMPT, CONTEXT, WARM_UPS, REPEATS, CLIENTS = 32, 16384, 2, 5, 8
 ASKED = 0.97  # of the engine's tokens/s
 # Of an answer that a schema holds: of a free one's tokens/s, and ms that its first token may come later, by a schema
@@ -371,7 +371,7 @@ def main() -> None:
         for name, found in measure(task):
             record[name] = found
             if args.keep:
-                RECORD.write_text(in_lines(record, 2) + "\n")
+                kept_rows.write(RECORD, record)
     print(json.dumps(record, indent=2))
     say("done")
 
