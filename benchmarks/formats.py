@@ -89,7 +89,6 @@ def judge(
         "kl_max": round(float(kl.max()), 4),
         "top1": round(float(same.mean()), 4),
     }
-    print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
     return row, logits
 
 
@@ -193,7 +192,6 @@ def stream(args: argparse.Namespace) -> dict[str, Any]:
         assert {how for _, how in narrow.spec.narrow} == {expected}
         narrow.load("layers.0.q_proj")
     peak = int(done.stdout) * 1024
-    print(f"{result / 1e9:.2f} GB in {seconds:.0f} s, peak of resident memory {peak / 1e9:.2f} GB")
     return {
         "kind": "stream",
         "shape": args.shape,
@@ -218,7 +216,12 @@ def main() -> None:
     for kind in (one, two):
         kind.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     args = parser.parse_args()
-    found = (quality if args.kind == "quality" else stream)(args)
+    if args.kind == "quality":
+        found = quality(args)
+        print("\n".join(quality_table(found)))
+    else:
+        found = stream(args)
+        print(stream_line(found))
     if args.json:
         record = {
             "schema": SCHEMA,

@@ -11,10 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from kog_triton.backends import find_backend, refuse_narrow, why_not_narrow
-from kog_triton.backends.cuda.toolchain import not_compiled_for
+from kog_triton.backends.cuda_archs import not_compiled_for
 from kog_triton.cli.arguments import Parser, positive
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.console import Output, plain_table
+from kog_triton.cli.foreign_flags import own_words
 from kog_triton.cli.model import add_model, open_spec
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import with_format
@@ -317,7 +318,7 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--blocks", type=positive, default=0, metavar="N", help="of a GPU, with --backend hip"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_args(own_words(parser, argv, {"--weights": "--format FORMAT"}))
     if args.blocks and args.backend != "hip":
         parser.error("--blocks goes with --backend hip")
     gpu = find_gpu(args.device)

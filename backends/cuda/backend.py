@@ -36,26 +36,18 @@ from kog_triton.backends.cuda.rank_kernel import Finished, RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks, allocate_ranks
 from kog_triton.backends.cuda.rank_outputs import outputs_bytes
 from kog_triton.backends.cuda.recording import record
-from kog_triton.backends.cuda.short_pass import (
-    workspace_bytes,
-)
+from kog_triton.backends.cuda.short_pass import workspace_bytes
 from kog_triton.backends.cuda.short_prompts import ShortPrompts, stream_of
 from kog_triton.backends.cuda.stages import StageRunner
-from kog_triton.backends.cuda.toolchain import HOPPER, compiler_name, not_compiled_for
+from kog_triton.backends.cuda.toolchain import compiler_name
+from kog_triton.backends.cuda_archs import HOPPER, not_compiled_for
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
 from kog_triton.backends.nvidia_driver import arch_of
 from kog_triton.backends.prefill.fused_ahead import import_fused
-from kog_triton.backends.prefill.library import (
-    fuses,
-    library_for,
-    wants_library,
-)
-from kog_triton.backends.prefill.ranks import (
-    RankPrefill,
-    bucket_bytes,
-)
+from kog_triton.backends.prefill.library import fuses, library_for, wants_library
+from kog_triton.backends.prefill.ranks import RankPrefill, bucket_bytes
 from kog_triton.backends.prefill.slices import PromptRun
 from kog_triton.backends.recording import RankRecording, Recording
 from kog_triton.backends.request_words import encode, encode_logits
@@ -209,11 +201,6 @@ class CudaBackend(PromptsBeside):
     def kernel(self) -> RankKernel:
         """That of one token, whatever a request wants."""
         return self.first.decode.take()
-
-    @property
-    def head_kernel(self) -> RankKernel | None:
-        """That of first tokens, likewise; None where no library runs prompts."""
-        return None if self.first.heads is None else self.first.heads.take()
 
     @property
     def memory(self) -> Memory:

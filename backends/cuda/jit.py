@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from kog_triton.backends.cuda import kernel_cache, toolchain
 from kog_triton.backends.cuda.compilers import PROCESSES, compile_apart
-from kog_triton.backends.cuda.toolchain import HOPPER
+from kog_triton.backends.cuda_archs import HOPPER
 
 log = logging.getLogger("kog_triton.compilers")
 _lock = threading.Lock()

@@ -15,7 +15,7 @@ from kog_triton.backends.cuda.layout.columns import (
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.prompt_texts import ALL, prompt_texts
-from kog_triton.backends.cuda.toolchain import HOPPER
+from kog_triton.backends.cuda_archs import HOPPER
 from kog_triton.backends.nvidia_driver import read_gpu
 from kog_triton.model.spec import DTYPES, DType, ModelSpec
 from kog_triton.schedule.cuda import CudaLowering, lower

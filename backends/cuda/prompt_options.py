@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kog_triton.backends import BackendOptions
-from kog_triton.backends.cuda.toolchain import HOPPER
+from kog_triton.backends.cuda_archs import HOPPER
 from kog_triton.errors import DeviceError
 from kog_triton.schedule.topology import Gpu
 

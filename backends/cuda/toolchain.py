@@ -4,16 +4,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from kog_triton.backends import Availability
 from kog_triton.backends.cuda.compile_child import find_nvrtc, nvrtc_name
 from kog_triton.errors import DeviceError, first_line
 
 FOLDER = Path(__file__).resolve().parent
 INCLUDE = FOLDER / "include"
 FLAGS = ("-std=c++20", "-lineinfo")
-# What kernels are compiled for. "auto" takes them on Hopper alone, since they have run nowhere else.
-HOPPER = "sm_90a"
-ARCHS = (HOPPER, "sm_100a", "sm_120a")
 SAY_S = 30.0  # for a compiler to say its version, from a slow disk too
 
 
@@ -42,17 +38,8 @@ def compiler_name() -> str:
     return "nvcc " + done.stdout.strip().rpartition("\n")[2]
 
 
-def not_compiled_for(name: str, arch: str) -> Availability | None:
-    """Why nothing is compiled for a GPU of this name; None if it is one of ARCHS."""
-    if arch in ARCHS:
-        return None
-    return Availability(
-        False, f"{name} is {arch}, and it takes {', '.join(ARCHS)}", "choose --backend triton"
-    )
-
-
 def flags_for(arch: str) -> tuple[str, ...]:
-    """Of code for one of ARCHS."""
+    """Of code for one of cuda_archs.ARCHS."""
     return (*FLAGS, f"--gpu-architecture={arch}", f"-I{INCLUDE}")
 
 

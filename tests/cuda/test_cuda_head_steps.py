@@ -174,7 +174,7 @@ def test_first_tokens_of_one_step_are_those_of_steps_of_their_own(name):
         assert [said_of(s) for s in got[n]] == [said_of(s) for s in want[n]]
     (kernel,) = together.first_tokens.kernels
     assert kernel.kernel.launches == 1
-    assert together.head_kernel.launches == 0
+    assert together.first.heads.take().launches == 0
 
 
 def test_one_that_joins_gets_its_first_token_in_a_launch_of_its_own(alone, monkeypatch):
@@ -256,7 +256,7 @@ FAULTS = {
 def test_a_planted_fault_is_seen(alone, monkeypatch, tmp_path, name):
     kind, *fault = FAULTS[name]
     backend = opened(kind=kind)
-    kernel = backend.head_kernel
+    kernel = backend.first.heads.take()
     if kind is STEP:
         kernel = backend.first_tokens.take(3, backend.devices).kernel
     kernel.library = compile_walk(kernel.layout, kernel.flags, plant(tmp_path, tuple(fault)))

@@ -15,6 +15,7 @@ import pytest
 
 from kog_triton.backends.cuda import compile_child, jit, kernel_cache, toolchain
 from kog_triton.backends.cuda.compile_child import Refused
+from kog_triton.backends.cuda_archs import HOPPER
 from kog_triton.errors import DeviceError
 from tests.lib import nvrtc
 from tests.lib.cuda_planting import plant
@@ -33,7 +34,7 @@ if grep -q REFUSED "$source"; then
 fi
 cp "$source" "$out"
 """
-FLAGS = toolchain.flags_for(toolchain.HOPPER)
+FLAGS = toolchain.flags_for(HOPPER)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def alone(backend):
 )
 def test_it_is_the_kernels_own_prompt_but_for_rounding(spec, ranks):
     ours, own = opened(spec, ranks), opened(spec, ranks, "kernel")
-    heads, rounding = ours.head_kernel, torch.finfo(HALF[spec.dtype]).eps
+    heads, rounding = ours.first.heads.take(), torch.finfo(HALF[spec.dtype]).eps
     for n, (slot, prompt) in enumerate(((2, LONG[:5]), (0, LONG))):
         steps = run(ours, request(slot, prompt, 3, TOLD))[slot]
         want = run(own, request(slot, prompt, 3, TOLD))[slot]
@@ -96,7 +96,7 @@ def test_a_request_gets_tokens_between_slices_and_both_say_what_they_say_alone(
     right, launches = PromptRun.advance, []
 
     def advance(self, seconds, at_once=False):
-        launches.append(backend.kernel.launches + backend.head_kernel.launches)
+        launches.append(backend.kernel.launches + backend.first.heads.take().launches)
         return right(self, 0.0, at_once)
 
     monkeypatch.setattr(PromptRun, "advance", advance)

@@ -129,7 +129,7 @@ def test_it_is_near_the_kernels_own_prompt(kind, name):
         asked = [request(0, prompt_of(spec, n), COUNT, TOLD) for n in (9, 33, 600)]
         left[prefill] = [left_by(backend, one) for one in asked]
         if prefill == "library":
-            assert backend.head_kernel is not None
+            assert backend.first.heads is not None
             for one, expected in zip(asked, left[prefill], strict=True):
                 assert_same(left_by(backend, one), expected)
         backend.close()

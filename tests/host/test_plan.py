@@ -5,7 +5,7 @@ import re
 import pytest
 from safetensors.torch import load_file
 
-from kog_triton.backends.cuda.toolchain import not_compiled_for
+from kog_triton.backends.cuda_archs import not_compiled_for
 from kog_triton.backends.hip.layout import lay_out_hip
 from kog_triton.model.shapes import SHAPES, named_shape
 from kog_triton.model.spec import Head, Reduce
@@ -198,17 +198,9 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
     [
         (["--shape", "llama-9"], 3, "no shape is named 'llama-9': have laneformer-2b"),
         (["--device", "h300"], 4, "no GPU named 'h300': have h200"),
-        (["--gpus", "0"], 2, "argument --gpus: 0 is below 1"),
         (["--gpus", "3"], 3, "8 lanes do not divide over 3 GPUs: choose one of 1, 2, 4, 8"),
-        (["--gpus", "many"], 2, "--gpus"),
         (["--model", "/no/such/folder"], 3, "/no/such/folder"),
-        (["--model", "x", "--shape", "y"], 2, "not allowed with"),
         (["--shape", "llama-3.3-70b", "--device", "rtx-5090"], 3, "shared memory of rtx-5090"),
-        (
-            ["--backend", "hip"],
-            4,
-            "the hip backend is for AMD GPUs, and h200 is not: --device mi300x",
-        ),
         (["--blocks", "304"], 2, "--blocks goes with --backend hip"),
         (["--blocks", "0"], 2, "argument --blocks: 0 is below 1"),
         ([*ON_HIP, "--blocks", "305"], 2, "305 blocks: mi300x has 304 compute units, for one each"),
@@ -257,13 +249,7 @@ def test_an_error_is_one_line_and_an_exit_code(plan, argv, code, says):
             "ring of",
         ),
         ("qwen3-8b", "int4-g128", (6_945_767_424 * 4.125, 622_329_856), 0, "ring of"),
-        (
-            "qwen3-8b",
-            "mxfp4",
-            (6_945_767_424 * 4.25, 622_329_856),
-            0,
-            "ring of",
-        ),
+        ("qwen3-8b", "mxfp4", (6_945_767_424 * 4.25, 622_329_856), 0, "ring of"),
         ("llama-3.2-1b", "int4-g32", (973_078_528 * 4.5, 262_668_288), 0, "ring of"),
     ],
     ids=str,

@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from kog_triton.backends.cuda.layout.collectives import POLICIES, collective_kernel
+from kog_triton.backends.cuda.layout.collectives import POLICIES
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import Head, Reduce
-from kog_triton.schedule.exchanges import Exchange, Kernel, Of, Reader, check_kernel, fewest_buffers
+from kog_triton.schedule.exchanges import (
+    Exchange,
+    Kernel,
+    Mark,
+    Of,
+    Reader,
+    Who,
+    check_kernel,
+    fewest_buffers,
+)  # fmt: skip
+from kog_triton.schedule.schedule import Scope
 from tests.lib.exchange_cases import KERNELS, MODELS, change, kernel_of
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.protocol_model import Machine, Op, programs_of
@@ -29,11 +39,7 @@ def late_lanes(which, delay):
     reduces = (OWN,) * delay + (DELAYED,) * 2
     own = (OWN,) * len(reduces)
     spec = mixed_lanes(
-        Head.MEAN,
-        num_layers=len(reduces),
-        delay=delay,
-        reduce_attention=reduces,
-        reduce_mlp=own,
+        Head.MEAN, num_layers=len(reduces), delay=delay, reduce_attention=reduces, reduce_mlp=own
     )
     return replace(kernel_of(spec, which), lanes=2)
 
@@ -239,10 +245,7 @@ RANKS = {  # policy, and what else: the smallest sizes in which every buffer and
     **{f"{name}, two blocks": (name, {"ranks": 1, "blocks": 2, "uses": 6}) for name in POLICIES},
     **{f"{name}, delayed": (name, {"delay": 2, "uses": 8}) for name in POLICIES},
     "phase, three ranks": ("phase", {"ranks": 3, "uses": 3}),
-    "poison, delayed, two blocks": (
-        "poison",
-        {"ranks": 1, "blocks": 2, "delay": 2, "uses": 8},
-    ),
+    "poison, delayed, two blocks": ("poison", {"ranks": 1, "blocks": 2, "delay": 2, "uses": 8}),
 }
 
 
@@ -287,6 +290,30 @@ def test_sums_of_a_pass_are_never_overtaken(ranks, uses):
 @pytest.mark.parametrize("fault", [{"buffers": 1}, {"release": False}, {"acquire": False}], ids=str)
 def test_mutants_of_a_pass_between_ranks_are_caught(fault):
     assert "taken for" in Machine(pass_exchanges(**fault)).explore()
+
+
+def collective_kernel(policy, ranks, delay=0, chosen=False, uses=6):
+    """`uses` all-reduces of all blocks of all ranks over and over, as the schedule's walk: a lane for a rank.
+
+    delay   how many uses later sums are fetched, before a step sends its own; 0: at once
+    chosen  with a number that one block sends to all after each
+    """
+    steps, readers = ("send", "fetch"), (Reader("fetch"),)
+    if delay:
+        steps = ("send",)
+        readers = (
+            Reader("send", layers=tuple(range(delay, uses)), delay=delay),
+            Reader("send", layers=tuple(range(delay)), delay=delay - uses, tokens=1),
+        )
+    buffers = policy.buffers * max(1, delay)
+    exchanges = (
+        Exchange("sums", "send", readers, 1, ranks, buffers, policy.mark, scope=Scope.ALL),
+    )
+    if chosen:
+        steps += ("choose", "take")
+        one = {"mark": Mark.NUMBER, "who": Who.ONE, "scope": Scope.ALL}
+        exchanges += (Exchange("chosen", "choose", (Reader("take"),), 2, **one),)
+    return Kernel(ranks, uses, exchanges, steps, ((),))
 
 
 @pytest.mark.parametrize("delay", [0, 2, 3])

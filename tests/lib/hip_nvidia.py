@@ -13,6 +13,7 @@ from kog_triton.backends.cuda import toolchain as cuda
 from kog_triton.backends.cuda.backend import CudaBackend
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.header import render
+from kog_triton.backends.cuda_archs import HOPPER
 from kog_triton.backends.hip.backend import HipBackend
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
@@ -39,7 +40,7 @@ class Toolchain:
 
 def hip_cubin(layout, source):
     """Of an entry point, decode, columns or stage, for a Hopper GPU."""
-    return compile_cubin(render(layout), f"{source}.hip", cuda.HOPPER, tools=Toolchain())
+    return compile_cubin(render(layout), f"{source}.hip", HOPPER, tools=Toolchain())
 
 
 class HipOnNvidia(HipBackend):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kog_triton.backends.cuda import toolchain
+from kog_triton.backends.cuda_archs import HOPPER
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
 from tests.lib import nvrtc
@@ -54,7 +55,7 @@ def sass_of(layout, entry="decode.cu"):
     return sass_of_text(source, layout.lowering.gpu.arch)
 
 
-def sass_of_text(source, arch=toolchain.HOPPER):
+def sass_of_text(source, arch=HOPPER):
     library = nvrtc.load()
     nvcc = None if library else shutil.which("nvcc")
     if nvcc is None and library is None:
