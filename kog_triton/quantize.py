@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser
 from kog_triton.cli.command import end_process, interruptible, run
+from kog_triton.cli.foreign_flags import own_words
 from kog_triton.cli.model import add_checkpoint
 from kog_triton.cli.stderr_log import say
 from kog_triton.errors import ModelError, RequestError
@@ -51,13 +52,19 @@ def quantize_checkpoint(
 
     started = time.perf_counter()
     checkpoint = Checkpoint.open(model, revision)
-    _check(checkpoint, format_name)
+    if reason := _why_not(checkpoint, format_name):
+        fit = ", ".join(name for name in WRITTEN if not _why_not(checkpoint, name))
+        raise ModelError(f"{reason}: choose one of {fit}")
+    if checkpoint.spec.narrow:
+        say(f"the source is already {checkpoint.spec.narrow_formats}: values are rounded twice")
     try:
         out.mkdir(parents=True)
-    except OSError as error:
+    except FileExistsError as error:
         raise RequestError(
             f"--out {out}: {error.strerror}: name a folder that is not there yet"
         ) from error
+    except OSError as error:
+        raise RequestError(f"--out {out}: it cannot be created there: {error.strerror}") from error
     try:
         done = _write(checkpoint, out, format_name)
     except BaseException:
@@ -104,11 +111,7 @@ def _write(checkpoint: "Checkpoint", out: Path, format_name: str) -> dict[str, A
     config = {"architectures": list(classes)} | config if classes else config
     config |= {FIELD: quantization_config(FORMATS[format_name], wide)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return {
-        "tensors": len(names),
-        "bytes_read": read,
-        "bytes_written": writer.total_bytes,
-    }
+    return {"tensors": len(names), "bytes_read": read, "bytes_written": writer.total_bytes}
 
 
 def _stored_names(checkpoint: "Checkpoint") -> dict[str, str]:
@@ -123,14 +126,15 @@ def _stored_names(checkpoint: "Checkpoint") -> dict[str, str]:
     return out
 
 
-def _check(checkpoint: "Checkpoint", format_name: str) -> None:
-    """Refuse what the format does not divide before anything is written."""
+def _why_not(checkpoint: "Checkpoint", format_name: str) -> str:
+    """Why a model is not written in a format, "" if it is."""
     how, spec = FORMATS[format_name], checkpoint.spec
     if how.group_rows > 1 and spec.num_lanes > 1:
-        raise ModelError(f"{format_name} does not go with lanes: choose fp8-channel")
+        return f"{format_name} does not go with lanes"
     for name in filter(_is_projection, checkpoint.names()):
         if reason := how.undivided(spec.shapes[pattern_of(name)][-1]):
-            raise ModelError(f"{name}: {reason}: choose another of {', '.join(WRITTEN)}")
+            return f"{name}: {reason}"
+    return ""
 
 
 def _is_projection(name: str) -> bool:
@@ -186,12 +190,18 @@ def build_parser() -> Parser:
     )
     add_checkpoint(parser, "", required=True)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
-    parser.add_argument("--format", required=True, choices=WRITTEN, help=", ".join(WRITTEN))
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=WRITTEN,
+        help=f"{', '.join(WRITTEN)}; beside fp8 and int8 other engines have 8-bit activations",
+    )
     return parser
 
 
 def _body(argv: Sequence[str] | None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(own_words(parser, argv, {"--weights": "--format FORMAT"}))
     import torch  # noqa: F401  which takes a while, before Ctrl-C is an exception
 
     interruptible()

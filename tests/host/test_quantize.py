@@ -20,14 +20,7 @@ from kog_triton.checkpoint.formats.packed import pack_words, unpack_words
 from kog_triton.checkpoint.quantizing import quantize
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import ModelError, RequestError
-from kog_triton.model.weight_format import (
-    FORMATS,
-    WRITTEN,
-    Code,
-    Offset,
-    Scale,
-    WeightFormat,
-)
+from kog_triton.model.weight_format import FORMATS, WRITTEN, Code, Offset, Scale, WeightFormat
 from kog_triton.quantize import quantize_checkpoint
 from kog_triton.text import Tokenizer
 from tests.lib import gguf_cases, narrow_cases, text_samples, tiny
@@ -196,7 +189,7 @@ def test_many_shards_read_like_one_file(model, written, tmp_path, monkeypatch):
     assert all(torch.equal(one.load(n), many.load(n)) for n in one.names())
 
 
-def test_from_a_gguf_file(tmp_path):
+def test_from_a_gguf_file(tmp_path, capsys):
     """Narrow in, narrow out: the file's weights are unpacked, and its tokenizer becomes a folder's."""
     path = tmp_path / "model.gguf"
     origin = text_samples.make_tokenizer("byte_level")
@@ -204,6 +197,7 @@ def test_from_a_gguf_file(tmp_path):
     more = {"vocab_size": len(origin.get_vocab()), "tie_word_embeddings": True}
     gguf_cases.write(path, "Q8_0", embed_kind="Q8_0", text=text, **more)
     quantize_checkpoint(path, tmp_path / "out", "int8-channel")
+    assert "the source is already int8 g32: values are rounded twice\n" in capsys.readouterr().err
     before, after = Checkpoint.open(path), Checkpoint.open(tmp_path / "out")
     assert after.config["architectures"] == ["LlamaForCausalLM"]
     assert after.eos_token_ids == before.eos_token_ids
@@ -240,9 +234,13 @@ def test_a_model_of_lanes(tmp_path, capsys):
         (
             "model",
             "int4-g64",
-            "layers.0.q_proj: 96 columns do not divide into groups of 64",
+            "layers.0.q_proj: 96 columns .* of 64: choose one of fp8-block, fp8-channel, int8-channel$",
         ),
-        ("demo", "fp8-block", "does not go with lanes: choose fp8-channel"),
+        (
+            "demo",
+            "fp8-block",
+            "does not go with lanes: choose one of fp8-channel, int8-channel, int4-g32$",
+        ),
     ],
 )
 def test_a_group_that_does_not_divide_is_refused(source, name, message, tmp_path):
@@ -262,6 +260,10 @@ def test_a_folder_that_is_there_is_left_alone(model, tmp_path, capsys):
         quantize_checkpoint(model, tmp_path, "int4-g32")
     argv = ["quantize", "--model", str(model), "--out", str(tmp_path), "--format", "int4-g32"]
     assert kog.main(argv) == 2 and "not there yet" in capsys.readouterr().err
+    argv[4] = "/proc/foo"
+    assert (
+        kog.main(argv) == 2 and "/proc/foo: it cannot be created there: " in capsys.readouterr().err
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
