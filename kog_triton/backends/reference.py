@@ -59,7 +59,7 @@ class ReferenceBackend:
 
     def __init__(self, weights: WeightSource, options: BackendOptions) -> None:
         if options.prefill == "library":
-            raise DeviceError("the reference backend has one prefill: leave --prefill at auto")
+            raise RequestError("the reference backend has one prefill: leave --prefill at auto")
         stored = DTYPES["fp32" if options.dtype == "auto" else options.dtype]
         self.spec = weights.spec.replace(dtype=stored, kv_dtype=DType.F32, narrow=())
         self.options = options
@@ -71,7 +71,7 @@ class ReferenceBackend:
         if options.walk == "block":
             self.partition = default_partition(self.schedule)
         elif options.walk != "stage":
-            raise DeviceError(f"walk {options.walk!r}: the reference backend walks stage or block")
+            raise RequestError(f"walk {options.walk!r}: the reference backend walks stage or block")
         self._load(weights)
         self._rope = torch.empty(0, 2, self.spec.head_dim // 2, device=self.device)
         self.kv = self._new_kv(options.num_slots, self.max_context)

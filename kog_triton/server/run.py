@@ -22,7 +22,7 @@ import uvicorn
 from kog_triton.checkpoint.gguf.file import Directory
 from kog_triton.checkpoint.hub import gguf_file
 from kog_triton.engine import MAX_SLOTS
-from kog_triton.errors import RequestError
+from kog_triton.errors import ModelError, RequestError
 from kog_triton.server.admission import Admission
 from kog_triton.server.app import make_app
 from kog_triton.server.http_protocol import BoundedProtocol
@@ -163,9 +163,13 @@ async def _open(supervisor: Supervisor, service: Service, settings: Settings) ->
     template = settings.chat_template
     if template is not None:
         words = {"messages": [{"role": "user", "content": "x"}]}
-        # A template may refuse these words; what is none is a ModelError, ahead of a model that takes long to load.
-        with contextlib.suppress(RequestError):
+        # A template may refuse these words; what is none is refused ahead of a model that takes long to load.
+        try:
             await asyncio.to_thread(render, template, words, True)
+        except RequestError:
+            pass
+        except ModelError as error:
+            raise RequestError(str(error)) from error
     opened = await supervisor.start()
     tokenizer = await asyncio.to_thread(_tokenizer_of, opened.folder)
     if template is not None:

@@ -163,14 +163,22 @@ def render(
 class Conversation:
     """A template and what it may see.
 
-    ends  "with_prompt": with what begins an answer; "inside": within the last message, for the model to continue it
+    ends     "with_prompt": with what begins an answer; "inside": within the last message, for the model to continue it
+    callers  the template is the caller's, whose request is wrong if it is none
     """
 
     source: str
     values: dict[str, Any]
     ends: str = "with_prompt"
+    callers: bool = False
 
     def render(self, named_tokens: Mapping[str, str]) -> str:
+        try:
+            return self._rendered(named_tokens)
+        except ModelError as error:
+            raise (RequestError(str(error)) if self.callers else error) from None
+
+    def _rendered(self, named_tokens: Mapping[str, str]) -> str:
         values = {**named_tokens, **self.values}
         if self.ends != "inside":
             return render(self.source, values, self.ends == "with_prompt")

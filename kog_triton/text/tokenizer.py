@@ -251,7 +251,7 @@ class Tokenizer:
         values = chat.prepare(messages, tools, documents, kwargs)
         if content_format is not None:
             values["messages"] = formatted(values["messages"], content_format, source)
-        return chat.Conversation(source, values, ends)
+        return chat.Conversation(source, values, ends, chat_template is not None)
 
     @cached_property
     def _guard(self) -> Guard:

@@ -6,7 +6,7 @@ import torch
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
-from kog_triton.errors import DeviceError
+from kog_triton.errors import RequestError
 from kog_triton.model.spec import DType
 from tests.lib.lowering_cases import MODELS, PROMPT, ArrayWeights
 
@@ -61,7 +61,7 @@ def test_a_row_that_no_block_computes_shows():
 
 
 def test_an_unknown_walk_is_refused():
-    with pytest.raises(DeviceError, match="walks stage or block"):
+    with pytest.raises(RequestError, match="walks stage or block"):
         ReferenceBackend(ArrayWeights(MODELS["llama"][0]), BackendOptions(walk="sideways"))
 
 
