@@ -209,6 +209,9 @@ class LLM:
         running = _start(self.choice.backend, self.checkpoint, options)
         own_end = [i for i in (self.tokenizer.eos_token_id,) if i is not None]
         gpu = running.gpu
+        if num_gpus > running.num_devices:
+            here = gpu.name if gpu else "a CPU"
+            log.warning("%d ranks run in one process on %s", num_gpus, here)
         if gpu and gpu.share:
             log.warning("%s: %s", gpu.name, gpu.share)
         self.engine = Engine(

@@ -43,11 +43,7 @@ def build_parser() -> Parser:
         "--gpus", type=positive, default=1, metavar="N", help="how many (%(default)s)"
     )
     parser.add_argument(
-        "--depth",
-        type=positive,
-        default=DEPTH,
-        metavar="N",
-        help="ids of the prompt (%(default)s)",
+        "--depth", type=positive, default=DEPTH, metavar="N", help="ids of the prompt (%(default)s)"
     )
     parser.add_argument(
         "--tokens", type=positive, default=TOKENS, metavar="N", help="to record (%(default)s)"

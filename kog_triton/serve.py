@@ -6,14 +6,13 @@ Everything is said on stderr, a line at a time. Exit codes: command.py; 0 after 
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kog_triton.cli.arguments import Parser, above_zero, natural, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
-from kog_triton.cli.foreign_flags import foreign_flag, of_servers
+from kog_triton.cli.foreign_flags import of_servers, own_words
 from kog_triton.cli.model import add_checkpoint
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
@@ -122,11 +121,8 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str] | None) -> "Settings":
     """The settings; RequestError for what cannot be."""
     parser = build_parser()
-    words = sys.argv[1:] if argv is None else argv
     own = {flag for action in parser._actions for flag in action.option_strings}
-    if (foreign := foreign_flag(words, of_servers(own))) is not None:
-        parser.error(foreign)
-    args = parser.parse_args(words)
+    args = parser.parse_args(own_words(parser, argv, of_servers(own)))
     if args.model is not None and args.model_tag is not None:
         parser.error("MODEL and --model name a model each: leave out one")
     if ":" in (args.device or ""):

@@ -11,6 +11,7 @@ from kog_triton.bench.kccl import GPUS, KIB, USES
 from kog_triton.bench.peers import PEERS
 from kog_triton.bench.record import RESULTS, check_name
 from kog_triton.cli.arguments import Parser, check_output, not_negative, positive, share
+from kog_triton.cli.foreign_flags import own_words
 from kog_triton.cli.model import add_checkpoint
 from kog_triton.errors import RequestError
 from kog_triton.model.weight_format import FORMATS
@@ -22,7 +23,7 @@ REQUESTS = (1, 2, 4, 8)
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments. RequestError for files and names that would fail only after the measurement."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(own_words(parser, argv, {"--format": "--weights FORMAT"}))
     if args.kind is None:
         parser.print_help(sys.stderr)
         parser.exit(2)

@@ -212,11 +212,7 @@ def _started(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     asked = {name: getattr(args, name) for name in given} | {"num_gpus": args.gpus}
     rows = [start_rounds(choice.name, asked, args.rounds, _say(args)) for choice in choices]
     measured = {"bandwidth": None, "conditions": None, "rows": rows, "failures": []}
-    described = {
-        "name": "startup",
-        "prompt_tokens": STARTUP_PROMPT,
-        "tokens": 1,
-    }
+    described = {"name": "startup", "prompt_tokens": STARTUP_PROMPT, "tokens": 1}
     return _record(args, argv, model, described, measured)
 
 

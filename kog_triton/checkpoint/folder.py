@@ -16,14 +16,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.checkpoint.formats import (
-    Files,
-    Found,
-    Module,
-    Scheme,
-    read_scheme,
-    without_scheme,
-)
+from kog_triton.checkpoint.formats import Files, Found, Module, Scheme, read_scheme, without_scheme
 from kog_triton.checkpoint.gguf.config import gguf_config, gguf_sources
 from kog_triton.checkpoint.gguf.file import Directory
 from kog_triton.checkpoint.gguf.tensors import GgufTensors
@@ -201,11 +194,7 @@ def interleaved_rows(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _match(
-    spec: ModelSpec,
-    files: Files,
-    folder: Path,
-    where: Mapping[str, Source],
-    scheme: Scheme | None,
+    spec: ModelSpec, files: Files, folder: Path, where: Mapping[str, Source], scheme: Scheme | None
 ) -> dict[str, Weight]:
     """Find every weight among the stored tensors; refuse the missing, misshapen and left over."""
     unused, weights = set(files.stored), {}

@@ -2,14 +2,13 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kog_triton.backends import PREFILLS, backend_names
 from kog_triton.cli.arguments import Parser, check_output, positive
-from kog_triton.cli.foreign_flags import foreign_flag
+from kog_triton.cli.foreign_flags import INSTEAD, own_words
 from kog_triton.cli.model import add_checkpoint
 
 EPILOG = """Exit codes: 0 done, 1 a bug of ours, 2 usage, request or full disk, 3 model, 4 device, 5 run, 130 Ctrl-C.
@@ -60,7 +59,9 @@ def build_parser() -> Parser:
         help="most tokens to make (default: the rest of the context)",
     )
     add("--min-tokens", type=int, metavar="N", help="tokens before the text may end (default: 0)")
-    add("--n", type=positive, help="samples of the prompt, one after the other (default: 1)")
+    add(
+        "--n", type=positive, help="samples of the prompt, printed one after the other (default: 1)"
+    )
 
     add = parser.add_argument_group(
         "sampling (default: the checkpoint's generation_config)"
@@ -77,7 +78,11 @@ def build_parser() -> Parser:
     add(
         "--min-p", type=float, help="leave out what is less likely than this share of the likeliest"
     )
-    add("--seed", type=int, help="repeat a run (default, or -1: drawn, and reported)")
+    add(
+        "--seed",
+        type=int,
+        help="repeat a run (default, or -1: drawn, and reported; below that 2^64 is added)",
+    )
     add(
         "--stop",
         action="append",
@@ -165,10 +170,7 @@ def bias(text: str) -> tuple[int, float]:
 def parse(argv: Sequence[str] | None) -> Any:
     """The arguments, or a usage error for those that contradict each other."""
     parser = build_parser()
-    words = sys.argv[1:] if argv is None else argv
-    if (foreign := foreign_flag(words)) is not None:
-        parser.error(foreign)
-    args = parser.parse_args(words)
+    args = parser.parse_args(own_words(parser, argv, INSTEAD))
     if args.prompt is not None and len(args.prompt) > 1:
         parser.error("--prompt was given twice: one run has one prompt")
     args.prompt = args.prompt[0] if args.prompt else None

@@ -56,7 +56,12 @@ def effective(params: SamplingParams, seed: int, room: int) -> list[str]:
         if field.name not in (*skip, *cuts) and value != field.default and value not in ((), None):
             said.append(f"{field.name} {value}")
     if params.max_tokens is not None:
-        said.append(f"max_tokens {min(params.max_tokens, room)}")
+        cut = (
+            f" (the context has no room for {params.max_tokens})"
+            if params.max_tokens > room
+            else ""
+        )
+        said.append(f"max_tokens {min(params.max_tokens, room)}{cut}")
     if params.structured_outputs is not None:
         said.append(f"shape by {params.structured_outputs.constraint[0]}")
     return said

@@ -27,6 +27,7 @@ from kog_triton.cli import generate_arguments
 from kog_triton.cli.command import run
 from kog_triton.cli.console import Output, plain_table
 from kog_triton.cli.stats import stats
+from kog_triton.demo import checkpoint_path
 from kog_triton.errors import DeviceError, KogError, ModelError, RequestError, RunError
 from kog_triton.sampling.params import SamplingParams
 from tests import ROOT
@@ -46,12 +47,7 @@ def folder(tmp_path_factory):
 def test_stdout_is_the_text_and_nothing_else(cli):
     code, out, err = cli("-p", "say:héllo\n🙂 ")
     assert (code, out) == (0, "héllo\n🙂 ")
-    for word in (
-        "backend fake (asked for)",
-        "temperature 0.5, seed",
-        "tokens/s",
-        "seed",
-    ):
+    for word in ("backend fake (asked for)", "temperature 0.5, seed", "tokens/s", "seed"):
         assert word in err
 
 
@@ -109,7 +105,7 @@ def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch)
     flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
     flags += ("--num-slots", "3", "--prefill", "library")
     assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
-    how = {"device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
+    how = {"revision": None, "device": "cpu", "num_gpus": 2, "dtype": "fp16", "max_model_len": 64}
     how |= {"num_slots": 3, "prefill": "library"}
     assert asked == [("fake", str(folder), how)]
 
@@ -117,6 +113,26 @@ def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch)
 def test_blocks_reach_the_model(cli):
     code, out, err = cli("-p", "say:x", "--blocks", "5")
     assert (code, out) == (2, "") and "5 blocks: backend fake chooses its own, hip" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend"),
+    [
+        (["--prefill", "library"], "reference"),
+        (["--blocks", "4"], "reference"),
+        (["--chat", "--chat-template", "{% for"], "fake"),
+        (["--chat", "--chat-template", "{{ 1/0 }}"], "fake"),
+    ],
+)
+def test_a_flag_that_asks_for_what_is_not_there_is_the_request_s_error(flags, backend, cli):
+    code, out, err = cli("-p", "x", *flags, backend=backend, model=checkpoint_path())
+    assert (code, out) == (2, "") and err.startswith("error: "), err
+
+
+def test_ranks_of_one_process_are_said(cli):
+    flags = ("-p", "x", "-m", "1", "--temp", "0", "--gpus", "2", "--device", "cpu")
+    err = cli(*flags, backend="reference", model=checkpoint_path())[2]
+    assert err.count("2 ranks run in one process on a CPU\n") == 1
 
 
 def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):

@@ -166,7 +166,7 @@ def test_a_template_of_the_callers(cli, tmp_path, monkeypatch):
 
 LLAMA_CPP = """-m model.gguf -p x | -p x -n 8 | -p x --n-predict 8 | -p x -c 256 | -p x --ctx-size 256
 -p x -ngl 99 | -p x --repeat-penalty 1.1 | -f prompt.txt | -p x -cnv | -p x -sys brief | -p x -s 1 | -p x -t 4
--hf org/name -p x | -p x --grammar-file x.gbnf | -p x -j {} | -p x --predict=9"""
+-hf org/name -p x | -p x --grammar-file x.gbnf | -p x -j {} | -p x --predict=9 | -p x --max-num-seqs 2"""
 MLX_LM = """--prompt x --max-kv-size 256 | --prompt x --system-prompt y | --prompt x --adapter-path z
 --prompt x --chat-template-config {} | --prompt x --ignore-chat-template | --prompt x --extra-eos-token y"""
 
@@ -189,6 +189,22 @@ def test_none_of_them_is_a_flag_of_ours_and_all_lead_to_one():
     assert not ours & foreign_flags.INSTEAD.keys()
     for instead in foreign_flags.INSTEAD.values():
         assert not instead.startswith("-") or instead.split()[0].rstrip(",") in ours
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate -p x -n 2", "-n is -m N (tokens) or --n N (samples) here"),
+        ("plan --weights mxfp4", "--weights is --format FORMAT here"),
+        ("quantize --weights int4-g32", "--weights is --format FORMAT here"),
+        ("bench decode --format mxfp4", "--format is --weights FORMAT here"),
+    ],
+)
+def test_a_flag_of_another_command_says_what_it_is_here(line, said, capsys):
+    name, *words = line.split()
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"kog_triton.{name}").main(words)
+    assert f"error: {said} (see " in capsys.readouterr().err
 
 
 def test_a_flag_is_meant_by_its_whole_name(unopened):
@@ -230,16 +246,15 @@ def test_every_flag_has_help():
 
 def test_a_revision_is_asked_of_the_hub(cli, folder, monkeypatch):
     asked = []
-
-    def download(hub_id, **how):
-        asked.append((hub_id, how["revision"]))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda hub_id, **how: asked.append((hub_id, how["revision"])) or str(folder),
+    )
     assert cli("-p", "say:x", "--quiet", "--revision", "v1", model="org/name")[:2] == (0, "x")
     assert set(asked) == {("org/name", "v1")}
-    code, _, err = cli("-p", "say:x", "--revision", "v1")
-    assert code == 3 and "is a local folder: it has no revision" in err
+    for place, kind in ((folder, "folder"), (folder / "config.json", "file")):
+        code, _, err = cli("-p", "say:x", "--revision", "v1", model=place)
+        assert code == 3 and f"is a local {kind}: it has no revision 'v1'" in err
 
 
 COMMANDS = ("doctor", "plan", "profile", "quantize --out x --format int8-channel", "bench decode")
@@ -312,6 +327,8 @@ def test_two_lines_after_a_text_say_how_fast_and_by_which_parameters(cli):
     assert err[-1] == (
         "temperature 0.5, seed 3, top_k 7, stop ('zz',), presence_penalty 0.5, max_tokens 9; backend fake"
     )
+    cut = cli("-p", "abc", "-m", "5000", "--temp", "0")[2]
+    assert "max_tokens 509 (the context has no room for 5000); backend" in cut
     greedy = cli("-p", "say:x", "--temp", "0", "--top-k", "7")[2].splitlines()
     assert greedy[-1] == "temperature 0; backend fake"
     told = cli("-p", "abc", *flags, "--temp", "0.5", "-v")[2]
@@ -330,7 +347,7 @@ def test_the_first_line_says_how_much_of_the_prompt_was_there_already(llm):
     much = SamplingParams(temperature=0, max_tokens=10**8)
     for verbose in (False, True):
         told = report(output, much, llm.engine.max_context, verbose)
-        assert f"max_tokens {llm.engine.max_context - 10};" in told.splitlines()[-1]
+        assert f"max_tokens {llm.engine.max_context - 10} (" in told.splitlines()[-1]
 
 
 def test_what_takes_half_a_second_is_told(capsys):

@@ -433,6 +433,7 @@ def test_the_share_of_a_gpu_s_memory_reaches_the_model_and_is_a_share(capsys):
         ("-ngl", "there is no -ngl: leave it out: a model is in a GPU whole"),
         ("-c", "-c is --max-model-len N here"),
         ("--parallel", "--parallel is --max-num-seqs N here"),
+        ("--num-slots", "--num-slots is --max-num-seqs N here"),
         ("--never-heard-of", "unrecognized arguments: --never-heard-of"),
     ],
 )  # fmt: skip

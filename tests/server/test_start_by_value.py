@@ -24,6 +24,7 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
         "--port": 81, "--uds": tmp_path / "s", "--tool-call-parser": "hermes", "--reasoning-parser": "think",
         "--chat-template": "{{ x }}", "--default-chat-template-kwargs": '{"enable_thinking": false}',
         "--max-num-queued-reqs": 9, "--shutdown-timeout": 11.5, "--sse-keep-alive-interval": 12.5,
+        "--revision": "v1",
         "--blocks": 304, "--engine-timeout": 13.5, "--stream-interval": 6, "--stream-interval-ms": 14,
     }  # fmt: skip
     argv = [word for flag, value in flags.items() for word in (flag, str(value))]
@@ -32,7 +33,7 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
     assert settings.llm == {
         "model": "m", "backend": "reference", "devices": "cpu:2", "dtype": "bf16", "max_model_len": 100,
         "num_slots": 3, "gpu_memory_utilization": 0.5, "seed": 7, "prefill": "kernel",
-        "num_blocks": 304,
+        "num_blocks": 304, "revision": "v1",
     }  # fmt: skip
     assert vars(settings) == vars(settings) | {
         "host": "::1", "port": 81, "uds": tmp_path / "s", "keys": ("k1", "k2"), "names": ("a", "b"),
@@ -69,7 +70,7 @@ def test_a_template_that_is_none_ends_the_start(checkpoint, template, starts):
         asyncio.run(run._open(Engine(), service, settings))
         assert service.opened.tokenizer.chat_templates == {"default": template}
     else:
-        with pytest.raises(ModelError, match="the chat template, line 1: "):
+        with pytest.raises(RequestError, match="the chat template, line 1: "):
             asyncio.run(run._open(Engine(), service, settings))
     assert bool(begun) is starts, "a model that takes long to load"
 
