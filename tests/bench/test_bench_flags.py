@@ -152,6 +152,7 @@ def test_startup(monkeypatch, tmp_path, capsys):
     assert bench.main(["startup", *SHARED, "--gpus=2", "--weights=mxfp4", "--rounds=4"]) == 130
     arguments = {
         "model": None,
+        "revision": None,
         "shape": "qwen3-0.6b",
         "device": "cpu",
         "dtype": "fp16",
