@@ -51,6 +51,7 @@ from kog_triton.progress import Progress
 from kog_triton.prompts import ChatPrompt, Prompt, list_of_prompts, read_prompt
 from kog_triton.request_queue import QueueFull
 from kog_triton.sampling.params import SamplingParams, draw_seed
+from kog_triton.schedule.schedule import MOST_GPUS
 from kog_triton.stage_check import check_new_gpu
 from kog_triton.text import Tokenizer
 from kog_triton.text.gguf_tokenizer import tokenizer_of_gguf
@@ -61,7 +62,7 @@ from kog_triton.vllm_names import check_others, no_attribute
 log = logging.getLogger(__name__)
 Message: TypeAlias = Mapping[str, Any]  # {"role": ..., "content": ...}
 
-MAX_DEVICES, MAX_BLOCKS = 1 << 10, 1 << 16  # beyond any machine: more is a mistake
+MAX_BLOCKS = 1 << 16  # beyond any machine: more is a mistake
 
 
 class LLM:
@@ -134,7 +135,7 @@ class LLM:
         device, count = device_and_count(devices)
         num_gpus = one_of(1, devices=count, tensor_parallel_size=tensor_parallel_size)
         num_slots = one_of(1, num_slots=num_slots, max_num_seqs=max_num_seqs)
-        check_integer("devices", num_gpus, 1, MAX_DEVICES)
+        check_integer("devices", num_gpus, 1, MOST_GPUS)
         check_integer("num_slots", num_slots, 1, MAX_SLOTS)
         check_integer("max_waiting", max_waiting, 0, MAX_SLOTS)
         if seed is not None:

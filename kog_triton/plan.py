@@ -44,7 +44,7 @@ PAIR = 2  # rows: gate and up of one output stay together
 
 
 def plan(schedule: Schedule, gpu: Gpu) -> Partition:
-    """The checked cut to show: the CUDA lowering, or a plain partition of rows where that does not read the weights."""
+    """The checked cut to show: the CUDA lowering where that runs and reads the weights, else rows dealt out evenly."""
     if _default_backend(gpu, schedule.spec) == "cuda" and not unreadable(schedule):
         lowering = lower(schedule, gpu)
         check_lowering(lowering)
@@ -347,7 +347,7 @@ def _body(argv: Sequence[str] | None) -> int:
 
 
 def _default_backend(gpu: Gpu, spec: ModelSpec) -> str:
-    """Of an NVIDIA GPU that the CUDA kernel is not compiled for, Triton's, as "auto" takes; "" for a plain cut."""
+    """Whose plan a GPU has: "cuda", or "triton" where CUDA's kernel is not compiled for it; "" for a plain cut."""
     if gpu.vendor != "nvidia":
         return ""
     if not not_compiled_for(gpu.name, gpu.arch):

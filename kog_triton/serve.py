@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kog_triton.cli.arguments import Parser, above_zero, natural, not_negative, positive, share
 from kog_triton.cli.command import end_process, run
 from kog_triton.cli.foreign_flags import of_servers, own_words
-from kog_triton.cli.model import add_checkpoint
+from kog_triton.cli.model import add_checkpoint, check_revision
 from kog_triton.cli.stderr_log import STDERR_LOG
 from kog_triton.errors import RequestError
 
@@ -125,6 +125,7 @@ def parse(argv: Sequence[str] | None) -> "Settings":
     args = parser.parse_args(own_words(parser, argv, of_servers(own)))
     if args.model is not None and args.model_tag is not None:
         parser.error("MODEL and --model name a model each: leave out one")
+    check_revision(args.model or args.model_tag, args.revision)
     if ":" in (args.device or ""):
         parser.error(f"--device {args.device}: a number of GPUs is --tensor-parallel-size")
     if not 0 <= args.port < 1 << 16:

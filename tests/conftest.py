@@ -25,7 +25,7 @@ def own_log_levels():
     """No test runs at the log levels of another: a command that runs in the test's process sets them."""
     yield
     for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith("kog_triton.") and isinstance(logger, logging.Logger):
+        if name.split(".")[0] == "kog_triton" and isinstance(logger, logging.Logger):
             logger.setLevel(logging.NOTSET)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from kog_triton.backends import PREFILLS, backend_names
 from kog_triton.cli.arguments import Parser, check_output, positive
 from kog_triton.cli.foreign_flags import INSTEAD, own_words
-from kog_triton.cli.model import add_checkpoint
+from kog_triton.cli.model import add_checkpoint, check_revision
 
 EPILOG = """Exit codes: 0 done, 1 a bug of ours, 2 usage, request or full disk, 3 model, 4 device, 5 run, 130 Ctrl-C.
 Environment: XDG_CACHE_HOME (compiled kernels; `kog cache` lists them), XDG_STATE_HOME (what was typed into
@@ -171,6 +171,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     """The arguments, or a usage error for those that contradict each other."""
     parser = build_parser()
     args = parser.parse_args(own_words(parser, argv, INSTEAD))
+    check_revision(args.model, args.revision)
     if args.prompt is not None and len(args.prompt) > 1:
         parser.error("--prompt was given twice: one run has one prompt")
     args.prompt = args.prompt[0] if args.prompt else None

@@ -41,7 +41,8 @@ def describe(state: Path, evaluation: Path, completions: Path) -> dict[str, Any]
         "seconds": round(run["seconds"], 1),
         "evaluation": read(evaluation),
         "completions": read(completions),
-        "loss_curve": run["curve"],
+        # Every second entry, and the last.
+        "loss_curve": [[s, round(v, 3)] for s, v in [*run["curve"][1::2], run["curve"][-1]]],
     }
 
 

@@ -17,7 +17,13 @@ MAX_CONTEXT = (
     1 << 27
 )  # positions; far above any model, small enough for 32-bit offsets of a table row
 MAX_FACTOR = 1e6
-_KNOWN_TOP_LEVEL = {"rope_theta", "rope_scaling", "rope_parameters", "rope_scaling_args"}
+_KNOWN_TOP_LEVEL = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_scaling_args",
+    "rope_interleaved",
+}
 _SCALINGS = {
     "default": RopeScaling.NONE,
     "linear": RopeScaling.LINEAR,
@@ -33,10 +39,10 @@ def read_rope(config: Config, max_context: int) -> Rope:
     once.
     """
     for name, value in config.values.items():
-        unknown = name.startswith("rope_") and name not in _KNOWN_TOP_LEVEL
-        if unknown and value not in (None, False):  # SmolLM2 has rope_interleaved, false
+        if name.startswith("rope_") and name not in _KNOWN_TOP_LEVEL and value is not None:
             raise ModelError(f"{shown(name)} is {shown(value)}: this RoPE option is not supported")
     config.only("partial_rotary_factor", 1, 1.0)
+    config.only("rope_interleaved", False)  # as SmolLM2 says
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     if old and new:
         raise ModelError("rope_scaling and rope_parameters are both given: keep one of them")

@@ -106,7 +106,7 @@ def said_of(row: Row, schedule: Schedule) -> float:
 
 
 def digits(rate: float) -> int:
-    """That are shown behind the point of what was measured, and of what the formula says of it."""
+    """How many digits a rate shows behind the point: measured, or by the formula beside it."""
     return 0 if rate > 100 else 1
 
 

@@ -24,6 +24,7 @@ from kog_triton.server.engine_process import EngineProcess
 from kog_triton.server.remote_claim import RemoteClaim
 
 log = logging.getLogger(__name__)
+WEIGH_S = 1.0  # that the engine may take to say what it holds
 WATCH_S = 0.25  # between looks at the heartbeat
 SILENT_S = 5.0  # without a heartbeat, or with one that stands still while requests run
 SILENT_CPU_S = 60.0  # the reference beats once a layer, but a machine may be loaded, or swap
@@ -53,6 +54,7 @@ class Supervisor:
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._next = 1
+        self._held: dict[str, int] = {}
         self._weighing: deque[asyncio.Future[dict[str, int]]] = deque()
         self._beats, self._beaten = -1, 0.0
         self.state = "loading"
@@ -110,13 +112,18 @@ class Supervisor:
         return sum(self.kv_tokens.values()) / (self.model.num_slots * self.model.max_context)
 
     async def memory_bytes(self) -> dict[str, int]:
-        """What the engine holds now; nothing while none is there."""
+        """What the engine holds now, or held when it last said so: one that compiles a grammar does not answer; nothing
+        while none is there."""
         if self.state != "ready" or self._process is None:
             return {}
         answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._weighing.append(answer)
         self._process.send(wire.Weigh())
-        return await answer
+        try:
+            self._held = await asyncio.wait_for(answer, WEIGH_S)
+        except TimeoutError:
+            log.warning("the engine does not say what it holds")
+        return self._held
 
     # ---- requests ----
 

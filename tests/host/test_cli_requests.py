@@ -282,6 +282,13 @@ def test_every_command_that_takes_a_hub_id_takes_its_revision(words, monkeypatch
         assert "--revision goes with --model, a Hugging Face id" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["generate -p x", "serve"])
+def test_a_revision_of_no_model_is_refused(words, capsys):
+    command, *argv = [*words.split(), "--revision", "v1"]
+    assert importlib.import_module(f"kog_triton.{command}").main(argv) == 2
+    assert "--revision goes with --model, a Hugging Face id" in capsys.readouterr().err
+
+
 def test_tools_and_arguments_reach_the_template(cli, tmp_path):
     own = make_checkpoint(tmp_path / "own")
     config = json.loads((own / "tokenizer_config.json").read_text())

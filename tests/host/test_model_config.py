@@ -87,9 +87,10 @@ def test_a_field_that_nothing_reads_is_named():
     smol = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1}
     assert unread_fields(tiny.LLAMA | smol) == ()
     config = tiny.LLAMA | {"layer_norm_eps": 0.01, "foo_bar": "x" * 500, "baz": None, "qux": False}
-    first, second = unread_fields(config)
+    first, second, third = unread_fields(config)
     assert first == "config.json: layer_norm_eps 0.01 is ignored: no such field is known"
     assert second.startswith("config.json: foo_bar 'xxx") and len(second) < 300
+    assert third == "config.json: qux False is ignored: no such field is known"
 
 
 @pytest.mark.parametrize(

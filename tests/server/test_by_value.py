@@ -545,15 +545,15 @@ def test_tools_that_cannot_reach_the_model_are_refused():
         model = ServedModel(None, tokenizer, ("m",), parser)
         body = {"messages": [{"role": "user", "content": "x"}], **fields}
         coroutine = read_chat(SimpleNamespace(model=model), ChatBody.model_validate(body), "")
-        with pytest.raises(
-            (Problem, RequestError, AttributeError)
-        ) as found:  # what is taken needs a whole service
+        with pytest.raises((Problem, RequestError, AttributeError)) as found:
             asyncio.run(coroutine)
-        return str(getattr(found.value, "message", ""))
+        # What is taken needs a whole service.
+        taken = isinstance(found.value, AttributeError)
+        return "" if taken else getattr(found.value, "message", str(found.value))
 
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     assert asked("{{ messages }}", **tools).startswith("the model's chat template knows no tools")
-    assert "knows no tools" not in asked(None, **tools)  # without a template no words help
+    assert asked(None, **tools).startswith("the model has no chat template")
     assert asked("{{ messages }}", **tools, tool_choice="none") == ""
     assert asked("{{ messages }}", tools=[{"type": "web_search"}]) == ""
     assert asked("{{ messages }}", "hermes", **tools) == asked("{{ tools }}", **tools) == ""

@@ -17,7 +17,8 @@ _WORDS = """
 architectures attention_dropout attention_probs_dropout_prob attn_dropout attn_implementation attn_pdrop auto_map
 cache_implementation chunk_size_feed_forward dtype embd_pdrop finetuning_task hidden_dropout hidden_dropout_prob
 id2label init_std initializer_range is_decoder is_llama_config keys_to_ignore_at_inference label2id mlp_dropout
-model_type output_attentions output_hidden_states output_past output_router_logits pretraining_tp problem_type
+model_type output_attentions output_hidden_states output_past output_router_logits output_scores pretraining_tp
+problem_type remove_invalid_values tf_legacy_loss tie_encoder_decoder
 pruned_heads quantization_config resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef summary_type
 task_specific_params tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unsloth_fixed
 unsloth_version use_bfloat16 use_cache use_flash_attention use_flash_attn use_sdpa
@@ -29,6 +30,7 @@ num_return_sequences repetition_penalty temperature top_k top_p typical_p
 max_window_layers original_max_position_embeddings sliding_window
 """
 _SAY_NOTHING = frozenset(_WORDS.split())
+_EMPTY: tuple[object, ...] = (None, "", [], {})
 
 
 def unread_fields(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -39,5 +41,5 @@ def unread_fields(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         f"config.json: {printable(name)[:MAX_LABEL]} {shown(value)} is ignored: no such field is known"
         for name, value in values.items()
-        if value and name not in known and not name.startswith("_")
+        if value not in _EMPTY and name not in known and not name.startswith("_")
     )

@@ -258,6 +258,8 @@ class Kernel:
             user += struct.unpack("<II", struct.pack("<Q", kernarg.ctypes.data))
         user += kernarg.view(np.uint32)[first : first + count].tolist()
         user += [0] * (d.user_sgprs - len(user))
+        if np.prod(launch.block) > 1024:
+            raise ValueError(f"kernel {self.name} has up to 1,024 threads: {launch.block}")
         block = (ctypes.c_int32 * 3)(*launch.block)
         gx, gy, gz = launch.grid
         for group in range(gx * gy * gz):

@@ -63,12 +63,12 @@ class TritonBackend:
     def availability(cls) -> Availability:
         if not torch.cuda.is_available():
             gpu = unseen_gpu()
-            if gpu is not None and not _not_compiled_for(gpu.name, gpu.arch):
+            if gpu is not None and not _why_not_compiled(gpu.name, gpu.arch):
                 return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
             return Availability(
                 False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU"
             )
-        if reason := _not_compiled_for(*_name_and_arch(torch.device("cuda"))):
+        if reason := _why_not_compiled(*_name_and_arch(torch.device("cuda"))):
             return Availability(False, reason, "choose --backend reference")
         if importlib.util.find_spec("triton") is None:
             advice = 'pip install "kog-triton[{}]"'.format("rocm" if torch.version.hip else "cuda")
@@ -94,7 +94,7 @@ class TritonBackend:
             if not torch.cuda.is_available():
                 raise DeviceError("the triton backend needs a GPU, and torch sees none")
             device = torch.device("cuda")
-        if reason := _not_compiled_for(*_name_and_arch(device)):
+        if reason := _why_not_compiled(*_name_and_arch(device)):
             raise DeviceError(
                 Availability(False, reason, "choose --backend reference").why("triton")
             )
@@ -378,7 +378,7 @@ def _name_and_arch(device: torch.device) -> tuple[str, str]:
     return name, "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-def _not_compiled_for(name: str, arch: str) -> str:
+def _why_not_compiled(name: str, arch: str) -> str:
     """Why the kernel cannot run on a GPU; "" if it can, and where the architecture is not known."""
     if arch.startswith("gfx"):
         return "" if arch in AMD_ARCHS else f"{name} is {arch}, and it takes {', '.join(AMD_ARCHS)}"

@@ -42,7 +42,9 @@ class Line {
 
 class Cache {
   public:
-    explicit Cache(size_t lines) : lines_(lines), mask_(lines - 1) {}  // a power of two
+    explicit Cache(size_t lines) : lines_(lines), mask_(lines - 1) {
+        if (lines & mask_) throw Fault("lines of a cache are a power of two");
+    }
     Line* find(u64 number) {
         Line& line = at(number);
         return line.epoch == epoch_ && line.number == number ? &line : nullptr;

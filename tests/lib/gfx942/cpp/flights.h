@@ -39,6 +39,7 @@ inline void load_or_store(Machine& m, Wave& w, Flight& f, int lane, int from, in
     case 8: return load_or_store<8>(m, w, f, lane, from);
     case 12: return load_or_store<12>(m, w, f, lane, from);
     case 16: return load_or_store<16>(m, w, f, lane, from);
+    default: throw Fault("an access to " + std::to_string(count) + " bytes is not known");
     }
 }
 
