@@ -130,7 +130,7 @@ def test_doctor_says_what_each_backend_would_do_with_a_model(tmp_path, monkeypat
     ]
     # weights of 16 bits stay so on a GPU, and are float32 in the reference; the cache is as the model says
     spec = named_shape("llama-3.2-1b")
-    monkeypatch.setattr(Checkpoint, "open", lambda model: SimpleNamespace(spec=spec))
+    monkeypatch.setattr(Checkpoint, "open", lambda model, revision: SimpleNamespace(spec=spec))
     cache_bytes = spec.kv_bytes_per_position * spec.max_context
     wide = [row["bytes"] - cache_bytes for row in doctor.fits("x", found)["backends"]]
     assert [n // spec.num_parameters for n in wide] == [2, 2, 4]

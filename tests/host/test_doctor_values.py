@@ -30,7 +30,7 @@ def fits(monkeypatch, found=FOUND, parameters=1_000_000_000, position=100_000, p
         family="llama",
     )
     monkeypatch.setattr(
-        folder.Checkpoint, "open", lambda model: SimpleNamespace(spec=spec, model=model)
+        folder.Checkpoint, "open", lambda model, revision: SimpleNamespace(spec=spec, model=model)
     )
     told = doctor.fits("/m", found)
     assert (told["path"], told["family"], told["num_parameters"]) == ("/m", "llama", parameters)
