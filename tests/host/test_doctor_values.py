@@ -157,7 +157,9 @@ def test_all_that_it_found_is_told_by_value():
 
 
 def test_a_model_is_asked_of_where_one_is_named(cli, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "fits", lambda model, found: {"path": model, "seen": [*found]})
+    monkeypatch.setattr(
+        doctor, "fits", lambda model, found, revision: {"path": model, "seen": [*found]}
+    )
     assert doctor.main(["--json", "--model", "/m"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["path"] == "/m" and "memory" in found["model"]["seen"]
