@@ -144,7 +144,7 @@ template <class T> inline u64 with_sign(const Inst& i, int k, u64 bits) {
 }
 
 // Whether an encoding does nothing to source k on the way.
-inline bool plain(const Inst& i, int k) {
+inline bool unchanged(const Inst& i, int k) {
     return !((i.abs | i.neg) >> k & 1) && !(k == 0 && i.dpp >= 0) && !(k < 2 && i.sdwa);
 }
 
@@ -162,7 +162,7 @@ template <class T> const T* fetch_changed(const Wave& w, const Inst& i, int k, L
 
 // Source k of all lanes: the register itself, or a copy in `room`.
 template <class T> inline const T* fetch(const Wave& w, const Inst& i, int k, Lanes<T>& room) {
-    if (sizeof(T) == 4 && i.src[k] >= ROW && plain(i, k)) return reinterpret_cast<const T*>(w.row(i.src[k], w.exec()));
+    if (sizeof(T) == 4 && i.src[k] >= ROW && unchanged(i, k)) return reinterpret_cast<const T*>(w.row(i.src[k], w.exec()));
     return fetch_changed(w, i, k, room);
 }
 
@@ -182,7 +182,7 @@ template <class T> [[gnu::noinline]] const T* fetch_changed(const Wave& w, const
         const u32* high = w.row(code + 1, exec);
         if (k == 0 && i.dpp >= 0) throw Fault("DPP of 64-bit operands is not known");
         for (int l = 0; l < LANES; l++) room.lane[l] = bits_to<T>(low[l] | u64(high[l]) << 32);
-        if (!plain(i, k))
+        if (!unchanged(i, k))
             for (T& lane : room.lane) lane = bits_to<T>(with_sign<T>(i, k, bits_to<u64>(lane)));
         return room.lane;
     }
