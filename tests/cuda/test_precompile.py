@@ -279,7 +279,7 @@ GENERATE = "from kog_triton.generate import main; main(['--backend', 'reference'
         GENERATE.format("'-p', 'a', '-m', '1'"),
         GENERATE.format("'--interactive'"),
         "from kog_triton.bench.one_start import one_start\n"
-        "one_start(0, 'reference', None, None, '', 1, 'auto', None)",
+        "one_start(0, 'reference', None, None, None, '', 1, 'auto', None)",
     ],
     ids=["generate", "interactive", "bench startup"],
 )
