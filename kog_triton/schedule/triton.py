@@ -270,6 +270,10 @@ class Tiles:
     def attention_words(self) -> int:
         return self.heads * self.head_dim // 2
 
+    def fine_pairs(self, stage: int) -> bool:
+        """Whether the values that a stage reads, and those that qkv_proj publishes, are fine pairs (wire.py)."""
+        return self.stages[stage].is_narrow and not self.f16
+
     @property
     def outputs_in_pairs(self) -> bool:
         """Whether a module's outputs leave a block as pairs of 16 bits: half the words for all blocks to read."""

@@ -11,9 +11,11 @@ The rotation brings the top bit of first's exponent to bit 0. That bit is one fr
 phase, and no mantissa is touched. A smaller first, zero too, counts as 2^-63 of its sign. Readers may multiply by
 values that still carry the factor: a power of two changes no rounding.
 
-What a module gives to x in bf16 travels as PAIR, fp16, times OUTPUT_SCALE: ten bits of mantissa (nine where the phase
-is) for seven. x is a sum of dozens of them in float32, and seven bits would cost it as much as all that is rounded on
-the way. Up to 2^20 fits, what is larger is a NaN, and what is below 2^-21 is nothing beside x.
+Fine pairs carry what a bf16 model computes as PAIR, fp16, times FINE_SCALE: ten bits of mantissa (nine where the phase
+is) for seven. Up to 2^20 fits, what is larger is a NaN; what is below 2^-10 is off by 2^-19 at most. They are
+- what a module gives to x, which is a sum of dozens of them in float32: seven bits would cost it as much as all that is
+  rounded on the way;
+- what meets narrow weights, and the queries and keys that narrow weights made (benchmarks/triton-log.md#fine-pairs).
 
 A NaN stays a NaN. What is too large, from 2^64 on in bf16, becomes an infinity, which the logits show.
 """
@@ -26,7 +28,7 @@ Array = np.ndarray
 NAN = {DType.BF16: 0x7FC0, DType.F16: 0x7E00}  # quiet NaNs whose low bit is free
 LEAST_NAN_PAYLOAD = 0x7FC00000
 SCALE = {DType.BF16: 2.0**64, DType.F16: 1.0}  # of both values of a pair
-OUTPUT_SCALE = 2.0**-4  # of a module's outputs in fp16, where the model is bf16
+FINE_SCALE = 2.0**-4  # of fine pairs
 PAIR_ROTATION = 14  # of a pair in bf16: what brings the top bit of first's exponent to bit 0
 EXPONENT_TOP = 1 << PAIR_ROTATION
 
@@ -65,6 +67,16 @@ def unpack_pair(words: Array, dtype: DType) -> Array:
         both = words & np.uint32(0xFFFFFFFE)
     halves = np.stack([both & 0xFFFF, both >> 16], 1).ravel().astype(np.uint16)
     return from_half(halves, dtype) / np.float32(SCALE[dtype])
+
+
+def pack_fine(values: Array, phase: int) -> Array:
+    """float32 [2 n] to fine pairs, words uint32 [n]."""
+    return pack_pair(values * np.float32(FINE_SCALE), phase, DType.F16)
+
+
+def unpack_fine(words: Array) -> Array:
+    """Fine pairs, words uint32 [n], to float32 [2 n]."""
+    return unpack_pair(words, DType.F16) / np.float32(FINE_SCALE)
 
 
 def _rotated_right(words: Array, by: int) -> Array:

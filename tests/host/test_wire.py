@@ -138,3 +138,17 @@ def test_overflow_is_an_infinity_that_shows(dtype):
     np.testing.assert_array_equal(
         wire.unpack_pair(wire.pack_pair(beyond, 0, dtype), dtype), np.sign(beyond) * np.inf
     )
+
+
+def test_a_fine_pair_is_off_by_its_mantissa_or_by_its_smallest_step():
+    """Half a step of the second's ten bits; of the first's nine as well, since it is rounded twice."""
+    values = floats()
+    values = values[np.abs(values) < 1048000]  # 65,504, float16's largest, times 16
+    back = wire.unpack_fine(wire.pack_fine(np.repeat(values, 2), 1)).reshape(-1, 2)
+    error, size = np.abs(back - values[:, None].astype(np.float64)), np.abs(values)
+    assert (error[:, 0] <= 1.5 * np.maximum(size * 2.0**-10, 2.0**-20)).all()
+    assert (error[:, 1] <= np.maximum(size * 2.0**-11, 2.0**-21)).all()
+    assert error.max() > 100  # so that neither bound is one of nothing
+    with np.errstate(over="ignore"):
+        beyond = wire.unpack_fine(wire.pack_fine(np.array([1.1e6, -1.1e6], np.float32), 0))
+    assert not np.isfinite(beyond).any()

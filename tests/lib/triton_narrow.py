@@ -29,8 +29,10 @@ CASES = {
 }  # fmt: skip
 
 
-# x is rounded to 16 bits before each product, and so is what the layer's stages publish.
-LIMITS = {DType.BF16: 5e-3, DType.F16: 1e-3}
+# What meets narrow weights is rounded to float16 before each product, and so is what the layer's stages publish.
+LIMIT = 1.2e-3
+# Of lm_head, whose weights are 16 bits wide, and x as they are.
+HEAD_LIMIT = {DType.BF16: 5e-3, DType.F16: LIMIT}
 
 
 def assert_near(ours, reference, stage):
@@ -38,7 +40,8 @@ def assert_near(ours, reference, stage):
     expected, got = (b.run_stage(stage, 0, state) for b in (reference, ours))
     for key, want in expected.items():
         error = error_of(got[key].cpu().float(), want)
-        assert error < LIMITS[ours.spec.dtype], (stage, key)
+        limit = HEAD_LIMIT[ours.spec.dtype] if stage == "lm_head" else LIMIT
+        assert error < limit, (stage, key, error)
 
 
 def weights_of(case, **changes):

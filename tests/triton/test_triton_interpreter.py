@@ -258,7 +258,7 @@ FAULTS = {
         "lanes, own then late",
     ),
     "the values of an output's pair are swapped": Fault(
-        "residual", "even, odd = unpack_outputs(ws[c])", "odd, even = unpack_outputs(ws[c])", "qwen2",
+        "residual", "even, odd = unpack_pair(ws[c]", "odd, even = unpack_pair(ws[c]", "qwen2",
     ),
     "a lane hears itself twice": Fault(
         "residual", "tl.sum(tl.where(others,", "tl.sum(tl.where(mask,", "lanes, own then late",

@@ -160,7 +160,10 @@ class StageRun:
 
     def _give_pairs(self, region: str, rows: Array) -> None:
         """[lanes, n] as pair words."""
-        words = np.stack([wire.pack_pair(row, self._phase, self._dtype) for row in rows])
+        if self._fine(region):
+            words = np.stack([wire.pack_fine(row, self._phase) for row in rows])
+        else:
+            words = np.stack([wire.pack_pair(row, self._phase, self._dtype) for row in rows])
         self._give(self._tiles.region(region), words)
 
     def _give_planes(self, first: int, rows: Array, phase: int) -> None:
@@ -185,8 +188,13 @@ class StageRun:
         return self._pointers.words[first : first + count].cpu().numpy().view(np.uint32)
 
     def _pairs(self, region: str) -> Array:
-        first, size = self._tiles.regions[region]
-        return wire.unpack_pair(self._read(first, size), self._dtype).reshape(self._tiles.lanes, -1)
+        words = self._read(*self._tiles.regions[region])
+        fine = self._fine(region)
+        values = wire.unpack_fine(words) if fine else wire.unpack_pair(words, self._dtype)
+        return values.reshape(self._tiles.lanes, -1)
+
+    def _fine(self, region: str) -> bool:
+        return self._tiles.fine_pairs({"qkv": 0, "attention": 1, "mlp": 3}[region])
 
     def _planes(self, first: int) -> Array:
         t = self._tiles
@@ -199,8 +207,7 @@ class StageRun:
         if t.delay:
             return self._planes(self._buffer(self._layer)[0])
         if t.outputs_in_pairs:
-            words = self._read(*t.regions[region])
-            return wire.unpack_pair(words, DType.F16).reshape(1, -1) / np.float32(wire.OUTPUT_SCALE)
+            return wire.unpack_fine(self._read(*t.regions[region])).reshape(1, -1)
         out = self._planes(t.region(region))
         alone = t.lanes > 1 and self._schedule.reduce(self._stage, self._layer) is Reduce.OWN
         return out / np.float32(math.sqrt(t.lanes)) if alone else out

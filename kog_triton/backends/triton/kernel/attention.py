@@ -13,6 +13,7 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.sync import dot, loop_stages, stamp, store_shared
 from kog_triton.backends.triton.kernel.words import (
     POLLED,
+    fine_pairs,
     in_range,
     pack_f32,
     pack_pair,
@@ -75,8 +76,9 @@ def element(i, S: tl.constexpr):
 @triton.jit
 def quarters(lower, upper, mask, phase, S: tl.constexpr):
     """float32 values of words: lower even, lower odd, upper even, upper odd; zeros where there are none."""
-    a0, a1 = unpack_pair(settle(lower), phase, S)
-    b0, b1 = unpack_pair(settle(upper), phase, S)
+    FINE: tl.constexpr = fine_pairs(S, 0)
+    a0, a1 = unpack_pair(settle(lower), phase, S, FINE)
+    b0, b1 = unpack_pair(settle(upper), phase, S, FINE)
     return [tl.where(mask, x, 0.0) for x in (a0, a1, b0, b1)]
 
 
@@ -322,7 +324,8 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
             pair, there = element(2 * tl.arange(0, DP // 2), S)
             to = p.words + S.region("attention") + p.lane * S.attention_words
             to = to + head * (GROUP * D // 2) + row * (D // 2) + (pair // 2)[None, :]
-            store_shared(to, pack_pair(even, odd, phase, S), (row < GROUP) & there[None, :])
+            FINE: tl.constexpr = fine_pairs(S, 1)
+            store_shared(to, pack_pair(even, odd, phase, S, FINE), (row < GROUP) & there[None, :])
     out = pack_f32(out, phase)
     store_shared(base + row * D + i[None, :], out, (row < GROUP) & inside[None, :])
     store_shared(base + GROUP * D + g, pack_f32(top + tl.log2(total), phase), g < GROUP)
@@ -366,5 +369,5 @@ def join_splits(window, layer, position, task, phase, alive, p, S: tl.constexpr)
         out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)
         out = out / tl.sum(share, axis=0)
         words = p.words + S.region("attention") + p.lane * S.attention_words + head * (VALUES // 2)
-        publish_pairs(words, split * EACH, out, VALUES, phase, S, 1, pack_pair)
+        publish_pairs(words, split * EACH, out, VALUES, phase, S, 1, fine_pairs(S, 1))
     return alive

@@ -4,10 +4,12 @@ schedule/triton_codes.py says how a tile lies in memory. Here it is a tuple: sto
 16-bit words, and what belongs to a thread's four of them: a scale, then a zero point if there are such. All of them are
 on their way together.
 
+Operands come as float16, also where the model is bf16 (`Tiles.fine_pairs`).
+
 Codes that are whole numbers stay such, four to a word, and are multiplied as signed bytes by operands that are whole
 numbers of 16 bits: two bytes, 256 h + l, and a unit that all operands of a thread share, a run of K, by which the
 largest of them is LARGEST. So an operand is off by 2^-16 of the largest of its run (64 values of a tile 1,024 words
-wide) at most, where a bfloat16 is off by 2^-9 of itself; sums are exact as int32, and rounded once to float32.
+wide) at most, where a float16 is off by 2^-11 of itself; sums are exact as int32, and rounded once to float32.
 
 E4M3 becomes float16, two to a word, where an instruction makes it so, as do operands, by a unit of a thread's again,
 a power of two: what is more than 2^-17 of the largest stays as it is. Sums of up to eight products are rounded to 11
@@ -29,7 +31,7 @@ from kog_triton.backends.triton.kernel.sync import (
     rounded_to_halves,
     sum_of_halves,
 )
-from kog_triton.backends.triton.kernel.words import LINE, high, low
+from kog_triton.backends.triton.kernel.words import LINE, f16_high, f16_low
 
 # A tile is loaded as rows, lines along K, words of a line. Triton gives the warps to the first dimension before the
 # words up to 3.6, to the last from 3.7 on (3.7.1 and 3.9.0): rows stand there, lines at the other place.
@@ -176,8 +178,8 @@ def parts_of(x, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
         unit = (largest_of(parts, S, T).to(tl.int32, bitcast=True) & EXPONENT) - EIGHT_TIMES
         inverse = tl.expand_dims(1.0 / unit.to(tl.float32, bitcast=True), 1)
         a, b = parts
-        first = rounded_to_halves(low(a, S) * inverse, high(a, S) * inverse, S)
-        second = rounded_to_halves(low(b, S) * inverse, high(b, S) * inverse, S)
+        first = rounded_to_halves(f16_low(a) * inverse, f16_high(a) * inverse, S)
+        second = rounded_to_halves(f16_low(b) * inverse, f16_high(b) * inverse, S)
         xs = (pin(in_lines(first, SHAPE[0]), S), pin(in_lines(second, SHAPE[0]), S))
         return xs + (tl.expand_dims(pin(unit, S), 0),)
     else:
@@ -191,8 +193,8 @@ def largest_of(parts, S: tl.constexpr, T: tl.constexpr):
     largest = tl.zeros_like(parts[0])
     for i in tl.static_range(PACK):
         both = tl.maximum(
-            tl.abs(low(parts[i], S)).to(tl.int32, bitcast=True),
-            tl.abs(high(parts[i], S)).to(tl.int32, bitcast=True),
+            tl.abs(f16_low(parts[i])).to(tl.int32, bitcast=True),
+            tl.abs(f16_high(parts[i])).to(tl.int32, bitcast=True),
         )
         largest = tl.maximum(largest, both)
     largest = tl.max(largest, axis=1).to(tl.float32, bitcast=True)
@@ -214,11 +216,11 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     for half in tl.static_range(PACK // 2):
         if PACK == 2:
             a, b = parts
-            vs = (low(a, S), high(a, S), low(b, S), high(b, S))
+            vs = (f16_low(a), f16_high(a), f16_low(b), f16_high(b))
         elif half == 0:
-            vs = (low(parts[0], S), low(parts[1], S), low(parts[2], S), low(parts[3], S))
+            vs = [f16_low(part) for part in parts]
         else:
-            vs = (high(parts[0], S), high(parts[1], S), high(parts[2], S), high(parts[3], S))
+            vs = [f16_high(part) for part in parts]
         us = [tl.fma(v, inverse, rounder).to(tl.int32, bitcast=True) for v in vs]
         first, second = bytes_of(us[0], us[1], 0x5140, S), bytes_of(us[2], us[3], 0x5140, S)
         highs = bytes_of(first, second, 0x7632, S)
@@ -371,7 +373,7 @@ def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
         values = e4m3_values(w)
         for i in tl.static_range(PACK):
             x = for_rows(xs[i], ROWS)
-            both = tl.join(values[2 * i] * low(x, S), values[2 * i + 1] * high(x, S))
+            both = tl.join(values[2 * i] * f16_low(x), values[2 * i + 1] * f16_high(x))
             total += tl.sum(tl.reshape(both, EIGHTS), axis=3)
         return sums_of_lines(total, S, T, K, LINES_AXIS), scale
     else:

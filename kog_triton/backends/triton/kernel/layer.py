@@ -25,7 +25,12 @@ from kog_triton.backends.triton.kernel.residual import (
     stage_input,
 )
 from kog_triton.backends.triton.kernel.sync import fence, stamp
-from kog_triton.backends.triton.kernel.words import in_columns, pack_pair, publish_pairs, wait_pairs
+from kog_triton.backends.triton.kernel.words import (
+    fine_pairs,
+    in_columns,
+    publish_pairs,
+    wait_pairs,
+)
 
 POINTS = (
     "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",
@@ -53,7 +58,7 @@ def store_qkv(y, to, unit, out, S: tl.constexpr, COLUMNS: tl.constexpr):
             y += bias
         else:
             y += row_biases(bias, row, T, COLUMNS)
-    publish_pairs(to, row, y, T.rows, phase, S, COLUMNS, pack_pair)
+    publish_pairs(to, row, y, T.rows, phase, S, COLUMNS, fine_pairs(S, 0))
 
 
 @triton.jit
@@ -65,7 +70,7 @@ def silu_mul(y, to, unit, out, S: tl.constexpr, COLUMNS: tl.constexpr):
         y += row_biases(bias, row, T, COLUMNS)
     gate, up = tl.split(tl.reshape(y, (y.numel // 2, 2)))
     value = silu(gate) * up
-    publish_pairs(to, row // 2, value, T.rows // 2, phase, S, COLUMNS, pack_pair)
+    publish_pairs(to, row // 2, value, T.rows // 2, phase, S, COLUMNS, fine_pairs(S, 3))
 
 
 # ---- stages ----
@@ -106,7 +111,7 @@ def module(x, layer, it, stream, phase, alive, p, S: tl.constexpr, STAGE: tl.con
     POINT: tl.constexpr = 2 * STAGE + 3  # "gathered", and the stage after it, in POINTS
     how = ask_reduce(layer, p, S, STAGE)
     words = p.words + S.region(INPUT) + p.lane * (T.cols // 2)
-    xs, alive = wait_pairs(words, phase, alive, REASON, layer, p, S, T)
+    xs, alive = wait_pairs(words, phase, alive, REASON, layer, p, S, STAGE)
     stamp(p, it, POINT, S)
     delayed = ask_delayed(how, it, p, S, STAGE)
     ys, stream = wired(stream, xs, p, S, STAGE, 1)
@@ -127,14 +132,14 @@ def run_layer(layer, it, pos, slot, stream, x, gains, alive, p, S: tl.constexpr)
     phase = (it + 1) & 1
     stamp(p, it, 0, S)
     constants = ask_constants(layer, pos, p, S)
-    xs = rounded(rms_norm(x, gains, S), S)
+    xs = rounded(rms_norm(x, gains, S), S, 0)
     stream = qkv_proj(stream, xs, layer, phase, p, S, 1)
     stamp(p, it, 1, S)
     alive = attention(constants, layer, it, pos, slot, phase, alive, p, S)
     stamp(p, it, 4, S)
     x, gains, stream, alive = module(x, layer, it, stream, phase, alive, p, S, 1)
     stamp(p, it, 7, S)
-    xs = rounded(rms_norm(x, gains, S), S)
+    xs = rounded(rms_norm(x, gains, S), S, 2)
     stream = gate_up_proj(stream, xs, layer, phase, p, S, 1)
     stamp(p, it, 8, S)
     x, gains, stream, alive = module(x, layer, it, stream, phase, alive, p, S, 3)

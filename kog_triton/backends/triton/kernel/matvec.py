@@ -29,7 +29,7 @@ from kog_triton.backends.triton.kernel.codes import (
     with_scales,
 )
 from kog_triton.backends.triton.kernel.sync import load_once, pin, pin_address
-from kog_triton.backends.triton.kernel.words import LINE, high, index_of, low, unscaled
+from kog_triton.backends.triton.kernel.words import LINE, fine_pairs, high, index_of, low, unscaled
 from kog_triton.schedule.triton import StageTiles, Tiles
 
 # Words of x that every warp keeps a copy of through a stage that walks row by row; more are spread tile by tile.
@@ -309,7 +309,7 @@ def wired(stream, xs, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.const
     ys = ()
     for u in tl.static_range(UNITS):
         y = whole_columns(sums[u * COLUMNS :], rests[u * COLUMNS :], S, STAGE, COLUMNS)
-        ys = ys + (unscaled(y, S),)
+        ys = ys + (unscaled(y, S, fine_pairs(S, STAGE)),)
     return ys, (base, behind, fetched)
 
 

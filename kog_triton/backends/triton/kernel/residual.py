@@ -11,13 +11,13 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import (
     POLLED,
+    fine_pairs,
     half_bits,
     high,
     in_columns,
     load_polled,
     low,
     pack_f32,
-    pack_outputs,
     plane_index,
     plane_tiles,
     poll_on,
@@ -26,7 +26,7 @@ from kog_triton.backends.triton.kernel.words import (
     record_timeout,
     settle,
     unpack_f32,
-    unpack_outputs,
+    unpack_pair,
     wait_pair_words,
     wait_planes,
 )
@@ -114,22 +114,24 @@ def rms_norm(x, gains, S: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, S: tl.constexpr):
-    """Planes as a matrix reads them: words of two values in the model's 16-bit type."""
+def rounded(x, S: tl.constexpr, STAGE: tl.constexpr):
+    """Planes as STAGE reads them: words of two values in the model's 16-bit type, or float16."""
+    FINE: tl.constexpr = fine_pairs(S, STAGE)
     out = ()
     for c in tl.static_range(plane_tiles(S)):
-        out = out + ((half_bits(x[2 * c + 1], S) << 16) | half_bits(x[2 * c], S),)
+        even, odd = x[2 * c], x[2 * c + 1]
+        out = out + ((half_bits(odd, S, FINE) << 16) | half_bits(even, S, FINE),)
     return out
 
 
 @triton.jit
-def add_planes(x, ws, S: tl.constexpr):
+def add_planes(x, ws, phase, S: tl.constexpr):
     """x plus the planes of a vector; or plus its words of two, which are half as many."""
     out = ()
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
         if len(ws) < len(x):
-            even, odd = unpack_outputs(ws[c])
+            even, odd = unpack_pair(ws[c], phase, S, True)
             even = x[2 * c] + tl.where(valid, even, 0.0)
             odd = x[2 * c + 1] + tl.where(valid, odd, 0.0)
         else:
@@ -303,7 +305,7 @@ def publish_rows(ys, layer, phase, p, S: tl.constexpr, STAGE: tl.constexpr, COLU
         row = first + i
         y = biased(ys[u], row, row < T.rows, p.lane, layer, p, S, STAGE)
         if S.outputs_in_pairs:
-            publish_pairs(to, first, y, T.rows, phase, S, COLUMNS, pack_outputs)
+            publish_pairs(to, first, y, T.rows, phase, S, COLUMNS, True)
         else:
             at = column * S.total_words + (row & 1) * HALF + (row >> 1)
             store_shared(to + at, pack_f32(y, phase), row < T.rows)
@@ -348,12 +350,12 @@ def join(x, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexp
             phase = tl.where(how == NOW, delayed_phase, phase)
         for j in range(first, last):
             w, alive = wait_planes(base + j * S.hidden_size, phase, alive, REASON, layer, p, S)
-            x = add_planes(x, w, S)
+            x = add_planes(x, w, phase, S)
     elif S.outputs_in_pairs:
         T: tl.constexpr = S.stages[0]
         ws, alive = wait_pair_words(base, phase, alive, REASON, layer, p, S, T)
-        x = add_planes(x, ws, S)
+        x = add_planes(x, ws, phase, S)
     else:
         ws, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
-        x = add_planes(x, ws, S)
+        x = add_planes(x, ws, phase, S)
     return x, alive

@@ -90,7 +90,7 @@ def store_operands(x, gains, own, p, S: tl.constexpr, STAGE: tl.constexpr, COLUM
     T: tl.constexpr = S.stages[STAGE]
     HALF: tl.constexpr = S.hidden_size // 2
     EACH: tl.constexpr = S.num_blocks // COLUMNS
-    xs = rounded(rms_norm(x, gains, S), S)
+    xs = rounded(rms_norm(x, gains, S), S, STAGE)
     to = p.words + own * S.total_words + S.region("x")
     for c in tl.static_range(plane_tiles(S)):
         if T.is_narrow:

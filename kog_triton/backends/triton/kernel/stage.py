@@ -65,7 +65,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     elif STAGE == "qkv_proj":
         gains = load_gains(2 * layer, p, S)
         weights = (base, base, first_tiles(base, p, S, 0))
-        xs = rounded(rms_norm(stream, gains, S), S)
+        xs = rounded(rms_norm(stream, gains, S), S, 0)
         qkv_proj(weights, xs, layer, phase, p, S, 1)
     elif STAGE == "attention":
         constants = ask_constants(layer, position, p, S)
@@ -78,7 +78,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     elif STAGE == "gate_up_proj":
         gains = load_gains(2 * layer + 1, p, S)
         weights = (base, base, first_tiles(base, p, S, 2))
-        xs = rounded(rms_norm(stream, gains, S), S)
+        xs = rounded(rms_norm(stream, gains, S), S, 2)
         gate_up_proj(weights, xs, layer, phase, p, S, 1)
     elif STAGE == "mix":
         gains = load_gains(2 * S.num_layers, p, S)
@@ -98,7 +98,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
             weights, alive = score_lanes(stream, p.logits, first, weights, 1, alive, p, S)
         else:
             first, _, vocab_first = head_rows(p, S)
-            xs = rounded(stream, S)
+            xs = rounded(stream, S, 4)
             rowwise(weights, xs, p.logits, (first, vocab_first, 0), p, S, 4, store_logits, 1)
     if alive == 0:
         diagnose_timeout(p, S)

@@ -39,8 +39,8 @@ RECORD: tl.constexpr = tl.constexpr(16)  # words that say what a block waited fo
 PAIR_SCALE: tl.constexpr = tl.constexpr(wire.SCALE[DType.BF16])
 PAIR_UNIT: tl.constexpr = tl.constexpr(1 / wire.SCALE[DType.BF16])
 PAIR_ROTATION: tl.constexpr = tl.constexpr(wire.PAIR_ROTATION)
-OUTPUT_SCALE: tl.constexpr = tl.constexpr(wire.OUTPUT_SCALE)
-OUTPUT_UNIT: tl.constexpr = tl.constexpr(1 / wire.OUTPUT_SCALE)
+FINE_SCALE: tl.constexpr = tl.constexpr(wire.FINE_SCALE)
+FINE_UNIT: tl.constexpr = tl.constexpr(1 / wire.FINE_SCALE)
 EXPONENT_TOP: tl.constexpr = tl.constexpr(wire.EXPONENT_TOP)
 # The stage that waits and the exchange it waits for; an error names a wait by its number here.
 WAITS = (
@@ -119,9 +119,10 @@ def f16_bits(x):
 
 
 @triton.jit
-def half_bits(x, S: tl.constexpr):
-    """float32 rounded to the model's 16-bit type, its bits in int32; what float16 cannot hold is a NaN."""
-    if S.f16:
+def half_bits(x, S: tl.constexpr, FINE: tl.constexpr):
+    """float32 rounded to the model's 16-bit type, or to float16 where FINE, its bits in int32; what float16 cannot hold
+    is a NaN."""
+    if S.f16 or FINE:
         return f16_bits(x)
     else:
         b = x.to(tl.int32, bitcast=True)
@@ -135,10 +136,16 @@ def rotate_left(w, BY: tl.constexpr):
     return ((w << BY) | (w >> (32 - BY))).to(tl.int32, bitcast=True)
 
 
+@triton.constexpr_function
+def fine_pairs(S, stage):
+    return S.fine_pairs(stage)
+
+
 @triton.jit
-def as_operand(w, S: tl.constexpr):
-    """A word as a matrix reads it, without the phase; in bfloat16 its values are the pair's times PAIR_SCALE."""
-    return w & -2 if S.f16 else rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
+def as_operand(w, S: tl.constexpr, FINE: tl.constexpr):
+    """A word as a matrix reads it, without the phase; its values are the pair's times FINE_SCALE, in bfloat16
+    PAIR_SCALE."""
+    return w & -2 if S.f16 or FINE else rotate_left(w, PAIR_ROTATION) | EXPONENT_TOP
 
 
 @triton.jit
@@ -148,34 +155,42 @@ def with_phase(w, phase):
 
 
 @triton.jit
-def pack_pair(first, second, phase, S: tl.constexpr):
-    """Two float32 as a word; what is too large for it is a NaN in float16."""
-    if S.f16:
+def pack_pair(first, second, phase, S: tl.constexpr, FINE: tl.constexpr):
+    """Two float32 as a word (schedule/wire.py); what is too large for it is a NaN in float16."""
+    if FINE:
+        return pack_f16(first * FINE_SCALE, second * FINE_SCALE, phase)
+    elif S.f16:
         return pack_f16(first, second, phase)
     else:
-        a, b = half_bits(first * PAIR_SCALE, S), half_bits(second * PAIR_SCALE, S)
+        a, b = half_bits(first * PAIR_SCALE, S, False), half_bits(second * PAIR_SCALE, S, False)
         a = tl.where((a & EXPONENT_TOP) != 0, a, a & 0x8000)  # readers set the bit
         w = rotate_left((b << 16) | a, 32 - PAIR_ROTATION) & -2
-        return as_operand(w, S) if phase is None else w | phase
+        return as_operand(w, S, False) if phase is None else w | phase
 
 
 @triton.jit
-def operand_of(w, phase, S: tl.constexpr):
+def operand_of(w, phase, S: tl.constexpr, FINE: tl.constexpr):
     """`as_operand` of a word that was written with this phase."""
-    return w if phase is None else as_operand(w, S)
+    return w if phase is None else as_operand(w, S, FINE)
 
 
 @triton.jit
-def unscaled(x, S: tl.constexpr):
+def unscaled(x, S: tl.constexpr, FINE: tl.constexpr):
     """What operands, or sums over them, stand for."""
-    return x if S.f16 else x * PAIR_UNIT
+    if FINE:
+        return x * FINE_UNIT
+    else:
+        return x if S.f16 else x * PAIR_UNIT
 
 
 @triton.jit
-def unpack_pair(w, phase, S: tl.constexpr):
+def unpack_pair(w, phase, S: tl.constexpr, FINE: tl.constexpr):
     """The two values of a word, float32."""
-    both = operand_of(w, phase, S)
-    return unscaled(low(both, S), S), unscaled(high(both, S), S)
+    both = operand_of(w, phase, S, FINE)
+    if FINE:
+        return unscaled(f16_low(both), S, FINE), unscaled(f16_high(both), S, FINE)
+    else:
+        return unscaled(low(both, S), S, FINE), unscaled(high(both, S), S, FINE)
 
 
 @triton.jit
@@ -185,18 +200,6 @@ def pack_f16(first, second, phase):
     void = (a & 0x7FFF) > 0x7BFE  # the greatest float16 rounds up on 15 bits
     w = ((b << 16) | tl.where(void, 0x7E00, a + ((a >> 1) & 1))) & -2
     return with_phase(w, phase)
-
-
-@triton.jit
-def pack_outputs(first, second, phase, S: tl.constexpr):
-    """Two values of a module's output as a word: float16 of OUTPUT_SCALE times them (schedule/wire.py says why)."""
-    return pack_f16(first * OUTPUT_SCALE, second * OUTPUT_SCALE, phase)
-
-
-@triton.jit
-def unpack_outputs(w):
-    """The two values of such a word, float32."""
-    return f16_low(w & -2) * OUTPUT_UNIT, f16_high(w) * OUTPUT_UNIT
 
 
 @triton.jit
@@ -379,14 +382,16 @@ def wait_pair_words(
 
 @triton.jit
 def wait_pairs(
-    base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
+    base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, STAGE: tl.constexpr
 ):
-    """Such words as operands of the tiles, zeros after the last."""
+    """Such words as operands of STAGE's tiles, zeros after the last."""
+    T: tl.constexpr = S.stages[STAGE]
+    FINE: tl.constexpr = fine_pairs(S, STAGE)
     ws, alive = wait_pair_words(base, phase, alive, reason, layer, p, S, T)
     K_TILES: tl.constexpr = T.k_tiles
     xs = ()
     for c in tl.static_range(K_TILES):
-        xs = xs + (tl.where(index_of(T, c) < T.cols // 2, operand_of(ws[c], phase, S), 0),)
+        xs = xs + (tl.where(index_of(T, c) < T.cols // 2, operand_of(ws[c], phase, S, FINE), 0),)
     return xs, alive
 
 
@@ -453,14 +458,15 @@ def find_missing(own, first, count, wanted, p, S: tl.constexpr):
 
 @triton.jit
 def publish_pairs(
-    base, row, value, rows, phase, S: tl.constexpr, COLUMNS: tl.constexpr, PACK: tl.constexpr
+    base, row, value, rows, phase, S: tl.constexpr, COLUMNS: tl.constexpr, FINE: tl.constexpr
 ):
-    """Values of rows `row` on (row even), before row `rows`, as words of two that PACK makes, of every column."""
+    """Values of rows `row` on (row even), before row `rows`, as words of two, of every column."""
     PAIRS: tl.constexpr = value.numel // 2
     first, second = tl.split(tl.reshape(value, (PAIRS, 2)))
     i, column = in_columns(PAIRS // COLUMNS, COLUMNS)
     j = row // 2 + i
-    store_shared(base + column * S.total_words + j, PACK(first, second, phase, S), 2 * j < rows)
+    to = base + column * S.total_words + j
+    store_shared(to, pack_pair(first, second, phase, S, FINE), 2 * j < rows)
 
 
 @triton.jit
