@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kog_triton.errors import ModelError
-from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat
+from kog_triton.model.weight_format import E2M1_VALUES, Code, Offset, Scale, WeightFormat
 
 Tensor = torch.Tensor
-# Values of E2M1's eight magnitudes (OCP Microscaling Formats 1.0, section 5.3.3); bit 3 is the sign.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALES = {
     torch.float32: Scale.F32,
     torch.bfloat16: Scale.BF16,

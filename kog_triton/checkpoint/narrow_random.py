@@ -8,12 +8,12 @@ Formats that `kog quantize` writes are made as it makes them (quantizing.py). Ot
 
 import torch
 
-from kog_triton.checkpoint.narrow import E2M1_VALUES, NarrowTensor
+from kog_triton.checkpoint.narrow import NarrowTensor
 from kog_triton.checkpoint.quantizing import quantize
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import ModelSpec
-from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat
+from kog_triton.model.weight_format import E2M1_VALUES, Code, Offset, Scale, WeightFormat
 
 Tensor = torch.Tensor
 _DTYPES = {Scale.F32: torch.float32, Scale.BF16: torch.bfloat16, Scale.F16: torch.float16}

@@ -5,7 +5,8 @@
 A stored word is `pack` words of 16-bit weights: the codes of as many neighbors along K, the first in the lowest bits. A
 thread reads four words of each line of a row, which are a run of K: [threads, lines, 4] in its order. Rows go to warps
 in turns. Whole numbers have a sign: of 4 bits 8 is taken off, and off their zero points. A group is what shares a scale
-within one row of a tile; scales and zero points are float32, whatever the checkpoint stores.
+within one row of a tile; scales and zero points are float32, whatever the checkpoint stores. A minimum is stored as the
+zero point that gives it.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from kog_triton.model.weight_format import Code, Offset
 from kog_triton.schedule.cuda_weights import stage_format
 from kog_triton.schedule.schedule import Op, Schedule, Stage
 
-CODES = (Code.E4M3, Code.INT8, Code.UINT4)
 LEAST_GROUP = 32  # values of K: a thread's codes of one load share a scale
 ALIGNED = 4  # words, at which every tile begins
 
@@ -57,10 +57,14 @@ class TileCodes:
         return 8 if self.code is Code.UINT4 else 0
 
     @property
+    def is_e2m1(self) -> bool:
+        return self.code is Code.E2M1
+
+    @property
     def lift(self) -> int:
-        """How many times as large as a stored whole number the byte is that the kernel multiplies: 4 bits stand high
-        in it."""
-        return 16 if self.pack == 4 else 1
+        """How many times as large as what a code stands for the byte is that the kernel multiplies: whole numbers of 4
+        bits stand high in it, and E2M1 has halves."""
+        return {Code.UINT4: 16, Code.E2M1: 2}.get(self.code, 1)
 
     def groups(self, width: int) -> int:
         """Of one row of a tile of `width` words of 16-bit weights."""
@@ -77,7 +81,7 @@ def tile_codes(schedule: Schedule, stage: Stage) -> TileCodes | None:
     how = stage_format(schedule, stage)
     if how is None:
         return None
-    return TileCodes(how.code, how.group_cols, how.offset is Offset.ZERO_POINT)
+    return TileCodes(how.code, how.group_cols, how.offset is not Offset.NONE)
 
 
 def unreadable_codes(schedule: Schedule) -> str:
@@ -85,12 +89,10 @@ def unreadable_codes(schedule: Schedule) -> str:
     spec = schedule.spec
     if spec.narrow and spec.num_lanes > 1:
         return "it reads narrow weights of plain models alone"
-    for name, how in spec.narrow:
+    for _, how in spec.narrow:
         whole = how.group_cols & (how.group_cols - 1) == 0 and how.group_cols >= LEAST_GROUP
-        if how.code not in CODES or how.offset is Offset.MINIMUM or (how.group_cols and not whole):
-            return f"it does not read {how.name} weights yet"
-        if name in ("embed", "lm_head"):
-            return f"it does not read a head of {how.name} weights yet"
+        if how.group_cols and not whole:
+            return f"it reads groups of a power of two from {LEAST_GROUP} on, not {how.name}"
     try:
         for _, stage in schedule.walk():
             if stage.op is Op.MATVEC:

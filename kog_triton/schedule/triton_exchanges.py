@@ -114,9 +114,7 @@ def _arrivals(t: Tiles) -> ex.Exchange:
 def _operands(t: Tiles) -> tuple[ex.Exchange, ...]:
     """What matrices read of a column, if requests share a step: of the stream, and of what `prepare` makes operands."""
     to = tuple(ex.Reader(step) for step in ("qkv_proj", "gate_up_proj", "lm_head"))
-    words = max(
-        t.hidden_size // 2, *(s.operands for s in (t.stages[0], t.stages[2]) if s.is_narrow), 0
-    )
+    words = max(t.hidden_size // 2, *(s.operands for s in t.stages[::2] if s.is_narrow), 0)
     x = ex.Exchange("x", "feed", to, words, t.lanes, mark=ex.Mark.GUARDED)
     return x, *(
         replace(

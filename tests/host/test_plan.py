@@ -127,7 +127,8 @@ def test_a_gpu_that_cuda_is_not_compiled_for_has_triton_s_plan(plan, device):
     refused = f"the cuda backend cannot run: {not_compiled_for(device, gpu.arch).reason}; choose --backend triton"
     assert (code, out, err) == (4, "", f"error: {refused}\n") and f"{device} is {gpu.arch}" in err
     assert plan(*shape)[1] == plan(*shape, "--backend", "triton")[1] != ""
-    assert "no lowering for" in plan(*shape, "--format", "mxfp4")[1]
+    lanes = ("--shape", "laneformer-2b", "--device", device)
+    assert "no lowering for" in plan(*lanes, "--format", "mxfp4")[1]
 
 
 def test_an_amd_plan_says_that_it_is_a_plain_one(plan):
@@ -317,7 +318,7 @@ def test_kilobytes_on_their_way_are_of_1024_bytes(plan):
 def test_triton_has_no_tiles_for_several_gpus_or_formats_that_it_does_not_read(plan):
     code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--gpus", "2")
     assert code == 3 and "one GPU" in err
-    code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--format", "mxfp4")
+    code, _, err = plan("--shape", "laneformer-2b", "--backend", "triton", "--format", "mxfp4")
     assert code == 4 and "backend triton cannot run this checkpoint" in err
 
 

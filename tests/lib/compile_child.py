@@ -23,16 +23,17 @@ from tests.lib.ring_walker import spec_of
 
 FLAGS = {"rules", "chunks"}  # of the kernel that decodes
 SMALL = {"num_blocks": 4, "max_context": 64}
-NARROW = {"fp8": "fp8-block", "int8": "int8-channel", "int4": "int4-g128"}
+NARROW = {"fp8": "fp8-block", "int8": "int8-channel", "int4": "int4-g128", "mxfp4": "mxfp4"}
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
          "num_layers": 2, "vocab_size": 512}  # fmt: skip
 SHAPES = {
     "tiny": (spec_of(), SMALL),
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
     "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
-    "qwen3-8b, fp8": (with_format(named_shape("qwen3-8b"), FORMATS["fp8-block"]), {}),
-    "qwen3-8b, int4": (with_format(named_shape("qwen3-8b"), FORMATS["int4-g128"]), {}),
-    "qwen3-8b, int8": (with_format(named_shape("qwen3-8b"), FORMATS["int8-channel"]), {}),
+    **{
+        f"qwen3-8b, {name}": (with_format(named_shape("qwen3-8b"), FORMATS[how]), {})
+        for name, how in NARROW.items()
+    },
     **{
         f"small, {name}": (narrow_spec(FORMATS[how], **SIZES), SMALL)
         for name, how in NARROW.items()

@@ -247,6 +247,7 @@ CASES = {
         lambda w: int8(w, True),
     ),
     "ct_int8_packed": (compressed(weight_args(8, "int", "channel"), "pack-quantized"), packed8),
+    "ct_int4_g16": _int4(16, False, torch.bfloat16),
     "ct_int4_g32": _int4(32, False, torch.bfloat16),
     "ct_int4_g64_asymmetric": _int4(64, True, torch.float16),
     "ct_int4_g128_f32": _int4(128, False, torch.float32),

@@ -26,6 +26,12 @@ CASES = {
     "int4 g128": (FORMATS["int4-g128"], LARGE | {"num_layers": 1}),
     "int4 g32": (FORMATS["int4-g32"], SMALLEST),
     "int4 g128, zero points": (AWQ, LARGE | {"num_layers": 1}),
+    "int4 g32, minimums": (FORMATS["q4_1"], SMALLEST),
+    "mxfp4": (FORMATS["mxfp4"], SMALLEST),
+    "mxfp4, lines and tiles": (FORMATS["mxfp4"], LINES),
+    "int8 g32, tied head": (FORMATS["q8_0"], SMALLEST | {"tied_embeddings": True, "head": True}),
+    "fp8 blocks and head": (FORMATS["fp8-block"], SMALLEST | {"head": True}),
+    "int4 g32, minimums, head": (FORMATS["q4_1"], SMALLEST | {"head": True}),
 }  # fmt: skip
 
 

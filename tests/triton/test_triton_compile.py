@@ -253,6 +253,7 @@ def test_llama_on_other_amd_gpus(target, reports_of, compiler):
     [
         ("sm_90", "fp8", 64, r"HFMA2.*", 1000),  # 24 bytes, 1,216 products
         ("sm_90", "int4", 128, r"IDP\.4A.*", 500),
+        ("sm_90", "mxfp4", 160, r"IDP\.4A.*", 500),  # 128 bytes
         ("gfx942", "fp8", 832, r"v_(pk_)?fma.*_f32.*", 1000),  # 776 bytes
         ("gfx942", "int4", 0, r"v_dot4_i32_i8", 500),
     ],
@@ -278,6 +279,7 @@ NARROW = {
     ("sm_90", "qwen3-8b, int4", "columns=2"): (224, 21_500),
     ("sm_90", "qwen3-8b, fp8", "columns=8"): (160, 28_000),
     ("sm_90", "qwen3-8b, int8", "columns=8"): (176, 25_500),
+    ("sm_90", "qwen3-8b, mxfp4", "columns=8"): (144, 35_000),
 }
 
 

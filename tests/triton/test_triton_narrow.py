@@ -20,7 +20,7 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel import codes
 from kog_triton.schedule.triton_codes import TileCodes
 from tests.lib.concurrent_interpreter import Deadlock
-from tests.lib.narrow_stages import STAGES
+from tests.lib.narrow_stages import STAGES, error_of
 from tests.lib.planting import plant
 from tests.lib.prefill_cases import STORED_TOLERANCE
 from tests.lib.slow import some_always
@@ -43,6 +43,18 @@ def test_stages_compute_what_the_unpacked_values_say(case):
         assert_near(ours, reference, stage)
 
 
+# Tiles of the head are asked for as qkv_proj's where they are alike, as here, else when the head begins.
+@pytest.mark.parametrize("case", ["int4 g32, minimums, head", "fp8 channels"])
+def test_tokens_one_after_the_other_have_the_reference_s_logits(case):
+    weights = weights_of(case)
+    ours = InterpretedBackend(weights, BackendOptions(max_context=32))
+    assert ours.tiles.head_alike == ("head" in case)
+    reference = ReferenceBackend(weights, BackendOptions())
+    got, want = (torch.from_numpy(b.forward_logits((3, 9, 2, 9))) for b in (ours, reference))
+    error = error_of(got, want)
+    assert error < 1e-2, error  # the cache is bfloat16, and what the embedding stands for
+
+
 SHARED = {  # of one format each, and of the layouts that differ: zero points, groups within a thread's run, odd sizes
     "int4 g32": 2,
     "fp8 blocks, float16": 3,
@@ -50,6 +62,9 @@ SHARED = {  # of one format each, and of the layouts that differ: zero points, g
     "int8 channels, lines and tiles": 2,
     "int4 g128, zero points": 2,
     "fp8 blocks, odd sizes": 2,
+    "mxfp4": 2,
+    "int4 g32, minimums, head": 2,
+    "fp8 blocks and head": 2,
 }
 
 
@@ -135,6 +150,8 @@ CHUNKED = (
     "int4 g128, zero points",
     "fp8 blocks, odd sizes",
     "int8 channels, lines and tiles",
+    "mxfp4",
+    "int4 g32, minimums",
 )
 
 
@@ -198,7 +215,7 @@ def test_a_planted_fault_of_chunks_is_seen(fault, monkeypatch, tmp_path):
 
 
 @triton.jit
-def even_codes(w, HALF: tl.constexpr, T: tl.constexpr):
+def even_codes(w, HALF: tl.constexpr, S: tl.constexpr, T: tl.constexpr):
     return (w << 4) & -0x0F0F0F10
 
 

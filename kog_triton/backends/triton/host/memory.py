@@ -1,6 +1,6 @@
 """What the megakernel reads and writes: weights packed in tiles, tables, caches and words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +20,9 @@ from kog_triton.backends.weight_upload import WeightUpload
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.rope import rope_table
-from kog_triton.schedule.schedule import Epilogue, Schedule, Scope
+from kog_triton.schedule.schedule import Epilogue, Schedule, Scope, Stage
 from kog_triton.schedule.shards import canonical, shard_bias, shard_matrix
-from kog_triton.schedule.triton import Tiles
+from kog_triton.schedule.triton import StageTiles, Tiles
 from kog_triton.schedule.triton_packing import pack_tiles
 
 Tensor = torch.Tensor
@@ -146,16 +146,17 @@ def _pack(
     """The weight arena, int32: every layer's stages in order, then the head."""
     head, lm_head = tiles.stages[4], schedule.stage("lm_head")
     arena = torch.empty(_arena_words(schedule, tiles), dtype=torch.int32, device=device)
+
+    def codes(stage: Stage, tiling: StageTiles, names: Sequence[str]) -> Tensor:
+        parts = [narrow(name) for name in names]
+        return pack_narrow_tiles(stage, tiling, tiles.sizes.warps, tiles.group, parts)
+
     for layer in range(tiles.num_layers):
         base = layer * tiles.layer_words
         for tiling, stage in zip(tiles.stages, layer_matrices(schedule), strict=False):
-            if tiling.codes is not None:
-                one = [narrow(canonical(stage, w, layer)) for w in stage.weights]
-                _place(
-                    arena,
-                    base + tiling.offset,
-                    pack_narrow_tiles(stage, tiling, tiles.sizes.warps, tiles.group, one),
-                )
+            if tiling.is_narrow:
+                names = [canonical(stage, w, layer) for w in stage.weights]
+                _place(arena, base + tiling.offset, codes(stage, tiling, names))
                 continue
             parts = [
                 shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
@@ -163,10 +164,14 @@ def _pack(
             ]
             packed = pack_tiles(stage, tiling, tiles.group, torch.cat(parts, 1).view(torch.int16))
             _place(arena, base + tiling.offset, packed)
-    matrix = embed if lm_head.weights == ("embed",) else get("lm_head").to(dtype)
+    (name,) = lm_head.weights
+    at = tiles.num_layers * tiles.layer_words
+    if head.is_narrow:  # of a plain model
+        _place(arena, at, codes(lm_head, head, lm_head.weights))
+        return arena
+    matrix = embed if name == "embed" else get(name).to(dtype)
     matrix = shard_matrix(schedule, lm_head, matrix).view(torch.int16)
     group = tiles.num_blocks if lm_head.scope is Scope.ALL else tiles.group
-    at = tiles.num_layers * tiles.layer_words
     for part in matrix.split(head.cols, 2):
         _place(arena, at, pack_tiles(lm_head, head, group, part))
         at += tiles.head_words

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from kog_triton.backends.narrow import Narrow
+from kog_triton.model.weight_format import E2M1_VALUES, Offset
 from kog_triton.schedule.lowering import row_order
 from kog_triton.schedule.narrow_packing import scales_by_row
 from kog_triton.schedule.schedule import Epilogue, Stage
@@ -21,16 +22,7 @@ def pack_narrow_tiles(
 ) -> Tensor:
     """All blocks' tiles of one stage, int32 [words of all]; `parts` are the matrices that the stage stacks."""
     assert t.codes
-    codes = torch.cat([_matrix(part.codes.view(torch.uint8)) for part in parts])
-    beside = [[part.scale_values() for part in parts]]
-    if t.codes.zero_points:
-        beside.append(
-            [part.offsets.float() - t.codes.zero for part in parts if part.offsets is not None]
-        )
-    by_row = [
-        torch.cat([_matrix(_by_row(part, v)) for part, v in zip(parts, values, strict=True)])
-        for values in beside
-    ]
+    codes, *by_row = (torch.cat(of) for of in zip(*(_rows(t.codes, p) for p in parts), strict=True))
     if stage.epilogue is Epilogue.SILU_MUL:
         order = torch.tensor(row_order(stage, stage.rows).tolist(), device=codes.device)
         codes, by_row = codes[order], [values[order] for values in by_row]
@@ -79,7 +71,30 @@ def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
     if codes.pack == 2:
         return stored.view(torch.int8).float()
     bytes_ = stored.view(torch.int8)
-    return torch.stack([bytes_ << 4 >> 4, bytes_ >> 4], -1).flatten(-2).float()
+    nibbles = torch.stack([bytes_ << 4 >> 4, bytes_ >> 4], -1).flatten(-2)
+    if not codes.is_e2m1:
+        return nibbles.float()
+    of = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=stored.device)
+    return of[(nibbles & 15).long()]
+
+
+def _rows(how: TileCodes, part: Narrow) -> list[Tensor]:
+    """A matrix's codes, uint8 [rows, cols], its scales and what zero points it has, float32 [rows, groups along K]."""
+    codes, scales = _matrix(part.codes.view(torch.uint8)), part.scale_values()
+    if part.offsets is None:
+        return [codes, _matrix(_by_row(part, scales))]
+    if part.format.offset is Offset.ZERO_POINT:
+        zeros = part.offsets.float() - how.zero
+    else:
+        minimums, of = part.offsets.double(), scales.double()
+        zeros = -minimums / of - how.zero
+        flat = scales == 0
+        if bool(flat.any()):  # the minimum alone: codes that stand for nothing less a zero point
+            cols = codes.shape[1]
+            each = _matrix(_by_row(part, flat)).repeat_interleave(part.format.group_cols or cols, 1)
+            codes = codes.masked_fill(each[:, :cols], how.zero)
+            zeros, scales = torch.where(flat, -minimums, zeros), torch.where(flat, 1.0, scales)
+    return [codes, *(_matrix(_by_row(part, v.float())) for v in (scales, zeros))]
 
 
 def _matrix(values: Tensor) -> Tensor:

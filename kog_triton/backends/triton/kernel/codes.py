@@ -11,6 +11,8 @@ numbers of 16 bits: two bytes, 256 h + l, and a unit that all operands of a thre
 largest of them is LARGEST. So an operand is off by 2^-16 of the largest of its run (64 values of a tile 1,024 words
 wide) at most, where a float16 is off by 2^-11 of itself; sums are exact as int32, and rounded once to float32.
 
+E2M1 is twice as large a whole number, which a table gives.
+
 E4M3 becomes float16, two to a word, where an instruction makes it so, as do operands, by a unit of a thread's again,
 a power of two: what is more than 2^-17 of the largest stays as it is. Sums of up to eight products are rounded to 11
 bits each, then go on as float32: Qwen3-8B's KL off the float32 reference was 2.0e-3, of products in float32 1.9e-3
@@ -23,6 +25,7 @@ import triton.language as tl
 
 from kog_triton.backends.triton.kernel.sync import (
     bytes_of,
+    bytes_of_e2m1,
     converts_e4m3,
     dot4,
     halves_of_e4m3,
@@ -40,6 +43,8 @@ LINES_AXIS: tl.constexpr = tl.constexpr(1 if RELEASE < (3, 7) else 0)
 E4M3_UNIT: tl.constexpr = tl.constexpr(2.0**120)
 # Sign, exponent and mantissa as a float32 has them: 0x87f00000.
 E4M3_BITS: tl.constexpr = tl.constexpr(-0x78100000)
+E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
+E2M1_BITS: tl.constexpr = tl.constexpr(-0x7E400000)  # likewise: 0x81c00000
 LARGEST: tl.constexpr = tl.constexpr(127 * 256.0)
 # Bits of a float32: its power of two, and what takes three off that. Eight products of less than 16 with 448, E4M3's
 # largest, are less than 57,344 together, and float16 ends at 65,504.
@@ -74,7 +79,12 @@ def values_of(w, T: tl.constexpr):
         BITS: tl.constexpr = 32 // COUNT
         values = ()
         for i in tl.static_range(COUNT):
-            values = values + (((w << (32 - BITS * (i + 1))) >> (32 - BITS)).to(tl.float32),)
+            first = w << (32 - BITS * (i + 1))
+            if T.codes.is_e2m1:
+                value = ((first >> 6) & E2M1_BITS).to(tl.float32, bitcast=True) * E2M1_UNIT
+            else:
+                value = (first >> (32 - BITS)).to(tl.float32)
+            values = values + (value,)
     return tl.reshape(stacked(values, 2 * T.pack), (w.shape[0], w.shape[1] * 2 * T.pack))
 
 
@@ -214,9 +224,9 @@ def whole_numbers(parts, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     total = tl.zeros_like(parts[0])
     ones = tl.full(parts[0].shape, ONE_EACH, tl.int32)
     for half in tl.static_range(PACK // 2):
-        if PACK == 2:
-            a, b = parts
-            vs = (f16_low(a), f16_high(a), f16_low(b), f16_high(b))
+        if PACK == 2 or T.codes.is_e2m1:
+            a, b = parts[2 * half], parts[2 * half + 1]
+            vs = [f16_low(a), f16_high(a), f16_low(b), f16_high(b)]
         elif half == 0:
             vs = [f16_low(part) for part in parts]
         else:
@@ -300,10 +310,13 @@ def for_rows(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def codes_in(w, HALF: tl.constexpr, T: tl.constexpr):
-    """Four codes of each stored word as signed bytes, `lift` times as large: of eight the even ones, then the odd."""
+def codes_in(w, HALF: tl.constexpr, S: tl.constexpr, T: tl.constexpr):
+    """Four codes of each stored word as signed bytes, `lift` times as large: of eight whole numbers the even ones, then
+    the odd; of E2M1 the first four, then the last."""
     if T.pack == 2:
         return w
+    elif T.codes.is_e2m1:
+        return bytes_of_e2m1(w, HALF, S)
     elif HALF == 0:
         return (w << 4) & HIGH_FOUR
     else:
@@ -379,7 +392,7 @@ def sums_of_codes(tile, xs, S: tl.constexpr, T: tl.constexpr, K: tl.constexpr):
     else:
         sum_h, sum_l = tl.zeros_like(w), tl.zeros_like(w)
         for half in tl.static_range(PACK // 2):
-            codes = codes_in(w, half, T)
+            codes = codes_in(w, half, S, T)
             sum_h = dot4(codes, for_rows(xs[2 * half], ROWS), sum_h, S)
             sum_l = dot4(codes, for_rows(xs[2 * half + 1], ROWS), sum_l, S)
         sum_h = sums_of_lines(tl.sum(tl.reshape(sum_h, FOURS), axis=3), S, T, K, LINES_AXIS)

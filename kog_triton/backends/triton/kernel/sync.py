@@ -129,6 +129,41 @@ def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def bytes_of_e2m1(w, HALF: tl.constexpr, S: tl.constexpr):
+    """The first or the last four E2M1 codes of each word as signed bytes, twice what they stand for."""
+    if S.vendor == "nvidia":
+        # Bytes 0, 1, 2, 3, 4, 6, 8, 12 by the codes' three low bits, those with a minus, and 255 or 0 for the sign,
+        # which `prmt` repeats from the highest bit of a byte.
+        CODES: tl.constexpr = (
+            "{\n.reg .b32 codes, up, down, signs, raised;\nshr.b32 codes, $1, SHIFT;\n"
+        )
+        PICKED: tl.constexpr = (
+            "and.b32 codes, codes, 0x7777;\nprmt.b32 up, 0x03020100, 0x0c080604, codes;\n"
+            "prmt.b32 down, 0xfdfeff00, 0xf4f8fafc, codes;\nshl.b32 raised, $1, 4;\n"
+        )
+        SIGNED: tl.constexpr = (
+            "prmt.b32 signs, raised, $1, SIGNS;\nlop3.b32 $0, signs, down, up, 0xca;\n}"
+        )
+        TEXT: tl.constexpr = CODES + PICKED + SIGNED
+        return arithmetic(e2m1_text(TEXT, HALF), "=r,r", (w,))
+    else:
+        word = tl.zeros_like(w)
+        for i in tl.static_range(4):
+            code = (w >> (16 * HALF + 4 * i)) & 15
+            exponent = (code >> 1) & 3
+            twice = tl.where(
+                exponent == 0, code & 1, (2 + (code & 1)) << tl.maximum(exponent - 1, 0)
+            )
+            word |= (tl.where(code > 7, -twice, twice) & 255) << (8 * i)
+        return word
+
+
+@triton.constexpr_function
+def e2m1_text(text, half):
+    return text.replace("SHIFT", str(16 * half)).replace("SIGNS", ("0xd9c8", "0xfbea")[half])
+
+
+@triton.jit
 def dot4(a, b, total, S: tl.constexpr):
     """total + the products of the words' four signed bytes, int32."""
     if S.vendor == "nvidia":
