@@ -40,9 +40,9 @@ def wide(how):
 
 MODELS = {c: partial(weights_of, c, num_layers=2) for c in CASES} | {
     f"two layers of 8B, {how}": partial(wide, how)
-    for how in ("fp8-block", "int8-channel", "int4-g128", "int4-g32")
+    for how in ("fp8-block", "int8-channel", "int4-g128", "int4-g32", "mxfp4")
 }
-SOME = ("fp8 blocks", "int4 g128", *list(MODELS)[-4:])
+SOME = ("fp8 blocks", "int4 g128", *list(MODELS)[-5:])
 
 
 def served(backend, *requests):
