@@ -2,7 +2,8 @@
 
 For NVIDIA GPUs the plan is the CUDA lowering, with warps and padding, where that runs; `--backend hip` shows the HIP
 kernel's, of AMD GPUs, `--backend triton` the Triton kernel's tiles, of any GPU. Else AMD GPUs' rows are dealt out
-evenly to blocks, as are those of narrow Laneformers where CUDA does not run, which is enough for bytes and rooflines.
+evenly to blocks, as are those of narrow weights that no kernel for the GPU reads, which is enough for bytes and
+rooflines.
 """
 
 from collections.abc import Sequence

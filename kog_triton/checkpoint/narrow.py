@@ -162,6 +162,6 @@ def code_values(code: Code, codes: Tensor) -> Tensor:
     if code is Code.E4M3:
         return codes.view(torch.float8_e4m3fn).float()
     if code is Code.E2M1:
-        table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
+        table = torch.tensor(E2M1_VALUES, device=codes.device)
         return table[codes.long()]
     return codes.float()

@@ -33,7 +33,7 @@ def nearest(weight: Tensor, how: WeightFormat) -> NarrowTensor:
 def _e2m1(groups: Tensor) -> tuple[Tensor, Tensor, None]:
     exponents = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-124, 127) - 3
     values = torch.ldexp(groups, -exponents[..., None])
-    levels = torch.tensor(E2M1_VALUES, device=groups.device)
+    levels = torch.tensor(E2M1_VALUES[:8], device=groups.device)
     between = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(values.abs(), between) + 8 * (values < 0)
     return codes.to(torch.uint8), (exponents + 127).to(torch.uint8), None

@@ -247,8 +247,8 @@ class Tiles:
         return following, first, end - first, following == 0
 
     @property
-    def is_narrow(self) -> bool:
-        return any(stage.is_narrow for stage in self.stages)
+    def has_narrow_layers(self) -> bool:
+        return any(stage.is_narrow for stage in self.stages[:4])
 
     @property
     def head_alike(self) -> bool:
@@ -259,6 +259,17 @@ class Tiles:
     def head_words(self) -> int:
         """Of lm_head; a concatenated head is one of these a lane."""
         return self.stages[4].words * self.num_blocks
+
+    @property
+    def asked_at_head(self) -> int:
+        """Words from where the head begins that are read, of a small one beyond its end: what comes before it asks for
+        tiles as for qkv_proj's."""
+        first, ends = self.stages[0], [0]
+        for tile in range(first.ahead):
+            unit, k = first.place(tile)
+            begin, step = first.begins(k)
+            ends.append(begin + unit * step + first.tile_words(k))
+        return self.num_blocks * max(ends)
 
     # ---- the words arena ----
 

@@ -90,6 +90,8 @@ def unreadable_codes(schedule: Schedule) -> str:
     if spec.narrow and spec.num_lanes > 1:
         return "it reads narrow weights of plain models alone"
     for _, how in spec.narrow:
+        if how.offset and how.code in (Code.E4M3, Code.E2M1):
+            return f"it reads zero points and minimums of whole numbers alone, not of {how.name}"
         whole = how.group_cols & (how.group_cols - 1) == 0 and how.group_cols >= LEAST_GROUP
         if how.group_cols and not whole:
             return f"it reads groups of a power of two from {LEAST_GROUP} on, not {how.name}"

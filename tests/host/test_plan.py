@@ -315,7 +315,7 @@ def test_kilobytes_on_their_way_are_of_1024_bytes(plan):
     assert rows["qkv_proj"]["KB on its way"] == "32"
 
 
-def test_triton_has_no_tiles_for_several_gpus_or_formats_that_it_does_not_read(plan):
+def test_triton_has_no_tiles_for_several_gpus_or_narrow_lanes(plan):
     code, _, err = plan("--shape", "llama-3.2-1b", "--backend", "triton", "--gpus", "2")
     assert code == 3 and "one GPU" in err
     code, _, err = plan("--shape", "laneformer-2b", "--backend", "triton", "--format", "mxfp4")

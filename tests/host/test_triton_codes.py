@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kog_triton.backends.triton.host.memory import arena_words
 from kog_triton.backends.triton.host.narrow_tiles import pack_narrow_tiles, unpack_narrow_tiles
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
@@ -85,13 +86,14 @@ def rows_of(t, packed, group, warps):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tiles_hold_the_checkpoints_values_bit_for_bit(case):
+def test_tiles_hold_the_checkpoints_values(case):
+    """Bit for bit, but for minimums."""
     how, sizes = CASES[case]
     spec = narrow_spec(how, **sizes)
     source = NarrowWeights(spec, RandomWeights(spec))
     schedule = build(spec)
     tiles = lower_tiles(schedule, 5, 64)
-    assert tiles.is_narrow and not tiles.head_alike
+    assert tiles.has_narrow_layers and not tiles.head_alike
     warps = tiles.sizes.warps
     for stage, t in zip(layer_matrices(schedule), tiles.stages, strict=False):
         parts = [source.narrow(canonical(stage, w, 0)) for w in stage.weights]
@@ -126,6 +128,21 @@ def test_a_group_without_a_scale_is_its_minimum_whatever_its_codes_are():
     flat = np.repeat(scales.numpy() == 0, 32, -1).reshape(want.shape)
     assert np.array_equal(got[flat.reshape(got.shape)], want[flat])
     assert np.allclose(got, want.reshape(got.shape), atol=1e-5 * np.abs(want).max()) and flat.any()
+
+
+def test_the_arena_holds_what_is_asked_for_where_a_small_head_begins():
+    """By down_proj, as if for qkv_proj, of every block, whatever the head's own tiles are."""
+    head = FORMATS["int4-g128"]
+    spec = named_shape("qwen3-0.6b").replace(vocab_size=1000, narrow=(("embed", head),))
+    schedule = build(spec)
+    tiles = lower_tiles(schedule, 132, 64)
+    first, n, before = tiles.stages[0], tiles.num_blocks, tiles.layer_words * tiles.num_layers
+    last = 0
+    for unit, k in map(first.place, range(first.ahead)):
+        begin, step = first.begins(k)
+        end = n * (begin + unit * step) + (n - 1) * first.tile_words(k) + first.tile_words(k)
+        last = max(last, end)
+    assert last > tiles.head_words and arena_words(schedule, tiles) == before + last
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "int4-g128", "int8-channel", "int4-g128-zp"])

@@ -35,7 +35,7 @@ SHAPES = {
         for name, how in NARROW.items()
     },
     **{
-        f"small, {name}": (narrow_spec(FORMATS[how], **SIZES), SMALL)
+        f"small, {name}": (narrow_spec(FORMATS[how], head=True, **SIZES), SMALL)
         for name, how in NARROW.items()
     },
     "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads

@@ -99,9 +99,12 @@ def error_of(have, want):
 
 def spec_of_case(case):
     how, sizes = CASES[case]
-    if not isinstance(how, tuple):
-        return narrow_spec(how, **sizes)
-    spec = narrow_spec(how[1], **sizes)
+    return mixed(how, sizes) if isinstance(how, tuple) else narrow_spec(how, **sizes)
+
+
+def mixed(how, sizes):
+    """With two formats, of attention's matrices and of the others; None for 16 bits."""
+    spec = narrow_spec(how[0] or how[1], **sizes)
     in_attention = re.compile(r"\b(q|k|v|o)_proj$")
     formats = ((name, how[not in_attention.search(name)]) for name, _ in spec.narrow)
     return spec.replace(narrow=tuple((name, of) for name, of in formats if of))

@@ -3,8 +3,8 @@
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
 from tests.lib.lowering_cases import ArrayWeights
-from tests.lib.narrow_stages import AWQ, LARGE, SMALL, error_of, inputs
-from tests.lib.narrow_stream import NarrowWeights, narrow_spec
+from tests.lib.narrow_stages import AWQ, LARGE, SMALL, STAGES, error_of, inputs, mixed
+from tests.lib.narrow_stream import NarrowWeights
 
 SMALLEST = {"hidden_size": 128, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
             "num_layers": 1, "max_context": 64}  # fmt: skip
@@ -32,13 +32,17 @@ CASES = {
     "int8 g32, tied head": (FORMATS["q8_0"], SMALLEST | {"tied_embeddings": True, "head": True}),
     "fp8 blocks and head": (FORMATS["fp8-block"], SMALLEST | {"head": True}),
     "int4 g32, minimums, head": (FORMATS["q4_1"], SMALLEST | {"head": True}),
+    # Of attention's matrices, and of the MLP's and the head.
+    "int4 g32, then int8 and head": ((FORMATS["q4_0"], FORMATS["q8_0"]), SMALLEST | {"head": True}),
+    "16 bits, then mxfp4 and head": ((None, FORMATS["mxfp4"]), SMALLEST | {"head": True}),
+    "fp8 blocks, then 16 bits": ((FORMATS["fp8-block"], None), SMALLEST),
 }  # fmt: skip
 
 
-# What meets narrow weights is rounded to float16 before each product, and so is what the layer's stages publish.
-LIMIT = 1.2e-3
-# Of lm_head, whose weights are 16 bits wide, and x as they are.
-HEAD_LIMIT = {DType.BF16: 5e-3, DType.F16: LIMIT}
+# What meets narrow weights is rounded to float16 before each product, and so is what their stages publish; else to the
+# model's type.
+NARROW_LIMIT = 1.2e-3
+LIMITS = {DType.BF16: 5e-3, DType.F16: 1e-3}
 
 
 def assert_near(ours, reference, stage):
@@ -46,11 +50,13 @@ def assert_near(ours, reference, stage):
     expected, got = (b.run_stage(stage, 0, state) for b in (reference, ours))
     for key, want in expected.items():
         error = error_of(got[key].cpu().float(), want)
-        limit = HEAD_LIMIT[ours.spec.dtype] if stage == "lm_head" else LIMIT
-        assert error < limit, (stage, key, error)
+        wide = not ours.tiles.stages[STAGES.index(stage)].is_narrow
+        of = LIMITS[ours.spec.dtype]
+        assert error < (of if wide else min(of, NARROW_LIMIT)), (stage, key, error)
 
 
 def weights_of(case, **changes):
     how, sizes = CASES[case]
-    spec = narrow_spec(how, **(sizes | changes))
+    formats = how if isinstance(how, tuple) else (how, how)
+    spec = mixed(formats, sizes | changes)
     return NarrowWeights(spec, ArrayWeights(spec))

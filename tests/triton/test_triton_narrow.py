@@ -65,6 +65,7 @@ SHARED = {  # of one format each, and of the layouts that differ: zero points, g
     "mxfp4": 2,
     "int4 g32, minimums, head": 2,
     "fp8 blocks and head": 2,
+    "16 bits, then mxfp4 and head": 2,
 }
 
 

@@ -251,7 +251,7 @@ class TritonBackend:
 
     def _prompt(self, request: Request) -> PromptRun | None:
         """All but its last token."""
-        crossover = IN_CHUNKS_OR_UNPACKED if self.tiles.is_narrow else IN_CHUNKS
+        crossover = IN_CHUNKS_OR_UNPACKED if self.tiles.has_narrow_layers else IN_CHUNKS
         library = library_for(request, self.library, self.options.prefill, crossover)
         if library is None:
             return None

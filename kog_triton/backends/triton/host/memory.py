@@ -44,7 +44,7 @@ class Memory:
 def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int, columns: int = 1) -> MemoryPlan:
     """What `allocate` will take of the GPU, but for tables."""
     spec = schedule.spec
-    weights = 4 * _arena_words(schedule, tiles) + 2 * spec.vocab_size * spec.hidden_size
+    weights = 4 * arena_words(schedule, tiles) + 2 * spec.vocab_size * spec.hidden_size
     position = 2 * tiles.num_layers * tiles.lanes * tiles.kv_heads * 2 * tiles.head_dim
     words = 2 * 4 * columns * tiles.total_words  # and zeros to begin with
     return MemoryPlan(weights, position, num_slots, tiles.max_context, words)
@@ -145,7 +145,7 @@ def _pack(
 ) -> Tensor:
     """The weight arena, int32: every layer's stages in order, then the head."""
     head, lm_head = tiles.stages[4], schedule.stage("lm_head")
-    arena = torch.empty(_arena_words(schedule, tiles), dtype=torch.int32, device=device)
+    arena = torch.empty(arena_words(schedule, tiles), dtype=torch.int32, device=device)
 
     def codes(stage: Stage, tiling: StageTiles, names: Sequence[str]) -> Tensor:
         parts = [narrow(name) for name in names]
@@ -178,11 +178,11 @@ def _pack(
     return arena
 
 
-def _arena_words(schedule: Schedule, tiles: Tiles) -> int:
-    head_parts = (
-        schedule.stage("lm_head").cols // tiles.stages[4].cols
-    )  # lanes, of a concatenated head
-    return tiles.layer_words * tiles.num_layers + head_parts * tiles.head_words
+def arena_words(schedule: Schedule, tiles: Tiles) -> int:
+    """Of all layers' matrices, the head's, and what is read behind a small head."""
+    parts = schedule.stage("lm_head").cols // tiles.stages[4].cols  # lanes, of a concatenated head
+    before = tiles.layer_words * tiles.num_layers + (parts - 1) * tiles.head_words
+    return before + max(tiles.head_words, tiles.asked_at_head)
 
 
 def _place(arena: Tensor, at: int, packed: Tensor) -> None:

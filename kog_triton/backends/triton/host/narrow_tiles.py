@@ -74,8 +74,7 @@ def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
     nibbles = torch.stack([bytes_ << 4 >> 4, bytes_ >> 4], -1).flatten(-2)
     if not codes.is_e2m1:
         return nibbles.float()
-    of = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=stored.device)
-    return of[(nibbles & 15).long()]
+    return torch.tensor(E2M1_VALUES, device=stored.device)[(nibbles & 15).long()]
 
 
 def _rows(how: TileCodes, part: Narrow) -> list[Tensor]:

@@ -331,6 +331,13 @@ def whole_columns(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl
 
 
 @triton.jit
+def rows_of_stream(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
+    """`whole_columns` of operands that `residual.rounded` made, which are scaled if they are fine pairs."""
+    y = whole_columns(sums, rests, S, STAGE, COLUMNS)
+    return unscaled(y, S, True) if fine_pairs(S, STAGE) else y
+
+
+@triton.jit
 def rowwise(
     stream,
     xs,
@@ -367,13 +374,13 @@ def rowwise(
                 x = operands(xs, S, STAGE, k, COLUMNS)
                 sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
                 fetched = fetched[1:] + fetch_behind(base, unit, p, S, STAGE, k)
-            y = whole_columns(sums, rests, S, STAGE, COLUMNS)
+            y = rows_of_stream(sums, rests, S, STAGE, COLUMNS)
             EPILOGUE(y, to, unit, out, S, COLUMNS)
     for unit in tl.static_range(LOOPED, UNITS):
         for k in tl.static_range(K_TILES):
             x = operands(xs, S, STAGE, k, COLUMNS)
             sums, rests = add_tile(sums, rests, fetched[0], x, S, STAGE, k, COLUMNS)
             fetched = fetched[1:] + fetch(stream, p, S, STAGE, unit * K_TILES + k)
-        y = whole_columns(sums, rests, S, STAGE, COLUMNS)
+        y = rows_of_stream(sums, rests, S, STAGE, COLUMNS)
         EPILOGUE(y, to, unit, out, S, COLUMNS)
     return base, behind, fetched

@@ -115,7 +115,7 @@ def rms_norm(x, gains, S: tl.constexpr):
 
 @triton.jit
 def rounded(x, S: tl.constexpr, STAGE: tl.constexpr):
-    """Planes as STAGE reads them: words of two values in the model's 16-bit type, or float16."""
+    """Planes as STAGE reads them: words of two values in the model's 16-bit type, or fine pairs."""
     FINE: tl.constexpr = fine_pairs(S, STAGE)
     out = ()
     for c in tl.static_range(plane_tiles(S)):

@@ -128,24 +128,36 @@ def bytes_of(a, b, SELECT: tl.constexpr, S: tl.constexpr):
         return word
 
 
+# `prmt` picks bytes by the codes' three low bits: 0, 1, 2, 3, 4, 6, 8, 12, and those with a minus. Of signs it makes
+# bytes of ones or zeros, which choose.
+_E2M1 = """{
+.reg .b32 codes, up, down, raised, signs;
+shr.b32 codes, $1, SHIFT;
+and.b32 codes, codes, 0x7777;
+prmt.b32 up, 0x03020100, 0x0c080604, codes;
+prmt.b32 down, 0xfdfeff00, 0xf4f8fafc, codes;
+shl.b32 raised, $1, 4;
+prmt.b32 signs, raised, $1, SIGNS;
+lop3.b32 $0, signs, down, up, 0xca;
+}"""
+
+
+E2M1_TEXTS = (  # of the first four codes and of the last
+    _E2M1.replace("SHIFT", "0").replace("SIGNS", "0xd9c8"),
+    _E2M1.replace("SHIFT", "16").replace("SIGNS", "0xfbea"),
+)
+
+
+@triton.constexpr_function
+def e2m1_text(half):
+    return E2M1_TEXTS[half]
+
+
 @triton.jit
 def bytes_of_e2m1(w, HALF: tl.constexpr, S: tl.constexpr):
     """The first or the last four E2M1 codes of each word as signed bytes, twice what they stand for."""
     if S.vendor == "nvidia":
-        # Bytes 0, 1, 2, 3, 4, 6, 8, 12 by the codes' three low bits, those with a minus, and 255 or 0 for the sign,
-        # which `prmt` repeats from the highest bit of a byte.
-        CODES: tl.constexpr = (
-            "{\n.reg .b32 codes, up, down, signs, raised;\nshr.b32 codes, $1, SHIFT;\n"
-        )
-        PICKED: tl.constexpr = (
-            "and.b32 codes, codes, 0x7777;\nprmt.b32 up, 0x03020100, 0x0c080604, codes;\n"
-            "prmt.b32 down, 0xfdfeff00, 0xf4f8fafc, codes;\nshl.b32 raised, $1, 4;\n"
-        )
-        SIGNED: tl.constexpr = (
-            "prmt.b32 signs, raised, $1, SIGNS;\nlop3.b32 $0, signs, down, up, 0xca;\n}"
-        )
-        TEXT: tl.constexpr = CODES + PICKED + SIGNED
-        return arithmetic(e2m1_text(TEXT, HALF), "=r,r", (w,))
+        return arithmetic(e2m1_text(HALF), "=r,r", (w,))
     else:
         word = tl.zeros_like(w)
         for i in tl.static_range(4):
@@ -156,11 +168,6 @@ def bytes_of_e2m1(w, HALF: tl.constexpr, S: tl.constexpr):
             )
             word |= (tl.where(code > 7, -twice, twice) & 255) << (8 * i)
         return word
-
-
-@triton.constexpr_function
-def e2m1_text(text, half):
-    return text.replace("SHIFT", str(16 * half)).replace("SIGNS", ("0xd9c8", "0xfbea")[half])
 
 
 @triton.jit

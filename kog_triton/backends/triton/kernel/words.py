@@ -120,9 +120,11 @@ def f16_bits(x):
 
 @triton.jit
 def half_bits(x, S: tl.constexpr, FINE: tl.constexpr):
-    """float32 rounded to the model's 16-bit type, or to float16 where FINE, its bits in int32; what float16 cannot hold
-    is a NaN."""
-    if S.f16 or FINE:
+    """float32 rounded to the model's 16-bit type, or FINE_SCALE times it to float16, its bits in int32; what float16
+    cannot hold is a NaN."""
+    if FINE:
+        return f16_bits(x * FINE_SCALE)
+    elif S.f16:
         return f16_bits(x)
     else:
         b = x.to(tl.int32, bitcast=True)
