@@ -111,6 +111,7 @@ ARGUED_OF = {
         "a wait for lgkmcnt but one in run_head > head_rows > run_rows > sync_consumers": NO_ROWS,
         "no buffer_inv in acquire_cache > acquire_gpu": "of one layer: what a prompt's steps read of the cache is"
         " nobody's but its last one's; 'split', of two, catches it",
+        "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' catches it",
     },
     "many": {
         "no wait for vmcnt in run_layers_between > have_come > stay": GAINS,
@@ -123,7 +124,7 @@ ARGUED_OF = {
         "a wait for lgkmcnt but one in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows"
         " > run_rows > sync_consumers": NO_ROWS,
         f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
-        "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' and 'heads' catch it",
+        "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' catches it",
         "no barrier in run_head > choose > sync_consumers": OF_WIDE,
         "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
         "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
