@@ -262,14 +262,11 @@ class Tiles:
 
     @property
     def asked_at_head(self) -> int:
-        """Words from where the head begins that are read, of a small one beyond its end: what comes before it asks for
-        tiles as for qkv_proj's."""
-        first, ends = self.stages[0], [0]
-        for tile in range(first.ahead):
-            unit, k = first.place(tile)
-            begin, step = first.begins(k)
-            ends.append(begin + unit * step + first.tile_words(k))
-        return self.num_blocks * max(ends)
+        """Words that are read from the head's first on as if they were qkv_proj's tiles; a small head has fewer."""
+        first = self.stages[0]
+        unit, k = first.place(first.ahead - 1)  # the last of them ends last
+        begin, step = first.begins(k)
+        return self.num_blocks * (begin + unit * step + first.tile_words(k))
 
     # ---- the words arena ----
 
@@ -282,7 +279,7 @@ class Tiles:
         return self.heads * self.head_dim // 2
 
     def fine_pairs(self, stage: int) -> bool:
-        """Whether the values that a stage reads, and those that qkv_proj publishes, are fine pairs (wire.py)."""
+        """Whether the values that a stage reads are fine pairs (wire.py); of stage 0 also what qkv_proj publishes."""
         return self.stages[stage].is_narrow and not self.f16
 
     @property

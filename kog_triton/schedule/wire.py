@@ -12,11 +12,12 @@ phase, and no mantissa is touched. A smaller first, zero too, counts as 2^-63 of
 values that still carry the factor: a power of two changes no rounding.
 
 Fine pairs carry what a bf16 model computes as PAIR, fp16, times FINE_SCALE: ten bits of mantissa (nine where the phase
-is) for seven. Up to 2^20 fits, what is larger is a NaN. What is below 2^-10 is off by 2^-19 at most: bf16 would be
-nearer to what is below 2^-11. They are
+is) for seven. Up to 2^20 fits; what is larger is a NaN in the kernel. What is below 2^-10 is off by 2^-19 at most:
+bf16 would be nearer to what is below 2^-11. They are
 - what a module gives to x, which is a sum of dozens of them in float32: seven bits would cost it as much as all that is
   rounded on the way;
-- what meets narrow weights, and the queries, keys and values that they made (benchmarks/triton-log.md#fine-pairs).
+- what meets narrow weights where tokens are decoded, and the queries, keys and values that such weights made
+  (benchmarks/triton-log.md#fine-pairs).
 
 A NaN stays a NaN. What is too large, from 2^64 on in bf16, becomes an infinity, which the logits show.
 """

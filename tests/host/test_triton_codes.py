@@ -8,6 +8,7 @@ import torch
 
 from kog_triton.backends.triton.host.memory import arena_words
 from kog_triton.backends.triton.host.narrow_tiles import pack_narrow_tiles, unpack_narrow_tiles
+from kog_triton.backends.triton.kernel.matvec import begins as kernel_begins
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.shapes import named_shape, with_format
@@ -136,13 +137,12 @@ def test_the_arena_holds_what_is_asked_for_where_a_small_head_begins():
     spec = named_shape("qwen3-0.6b").replace(vocab_size=1000, narrow=(("embed", head),))
     schedule = build(spec)
     tiles = lower_tiles(schedule, 132, 64)
-    first, n, before = tiles.stages[0], tiles.num_blocks, tiles.layer_words * tiles.num_layers
-    last = 0
+    first, before = tiles.stages[0], tiles.layer_words * tiles.num_layers
+    ends = []
     for unit, k in map(first.place, range(first.ahead)):
-        begin, step = first.begins(k)
-        end = n * (begin + unit * step) + (n - 1) * first.tile_words(k) + first.tile_words(k)
-        last = max(last, end)
-    assert last > tiles.head_words and arena_words(schedule, tiles) == before + last
+        begin, step = kernel_begins(tiles, 0, k)
+        ends.append(begin + unit * step + tiles.num_blocks * first.tile_words(k))
+    assert max(ends) > tiles.head_words and arena_words(schedule, tiles) == before + max(ends)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "int4-g128", "int8-channel", "int4-g128-zp"])
@@ -160,6 +160,10 @@ def test_what_tiles_cannot_hold_is_refused_by_name():
     for group in (16, 48):
         spec = narrow_spec(WeightFormat(Code.UINT4, 1, group, Scale.F16), **SIZES)
         with pytest.raises(ModelError, match=f"triton backend: it reads .*, not int4 g{group}"):
+            lower_tiles(build(spec), 5, 64)
+    for code, offset in ((Code.E4M3, Offset.ZERO_POINT), (Code.E2M1, Offset.MINIMUM)):
+        spec = narrow_spec(WeightFormat(code, 1, 32, Scale.F16, offset), **SIZES)
+        with pytest.raises(ModelError, match="zero points and minimums of whole numbers alone"):
             lower_tiles(build(spec), 5, 64)
 
 

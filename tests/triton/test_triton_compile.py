@@ -294,8 +294,9 @@ def test_steps_that_narrow_requests_share_compile(target, shape, variant, report
     assert report.registers <= (512 if target.startswith("gfx") else 255)
     assert report.spilled_bytes <= (stack if PINNED else 4 * stack + 96)
     assert sum(report.instructions.values()) <= (instructions if PINNED else 1.5 * instructions)
-    products = r"v_(pk_)?fma.*_f32.*" if target == "gfx942" else r"HFMA2.*|IDP\.4A.*"
-    assert report.count(products) >= 64
+    whole = r"IDP\.4A.*|v_dot4_i32_i8"
+    floats = r"HFMA2.*" if target.startswith("sm") else r"v_(pk_)?fma.*_f32.*"
+    assert report.count(floats if "fp8" in shape else whole) >= 64
 
 
 def sums_of_rows(report: CompileReport) -> Counter[tuple[str, str]]:

@@ -19,6 +19,7 @@ from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.backends.triton.kernel import codes
 from kog_triton.schedule.triton_codes import TileCodes
+from kog_triton.stage_check import stage_inputs
 from tests.lib.concurrent_interpreter import Deadlock
 from tests.lib.narrow_stages import STAGES, error_of
 from tests.lib.planting import plant
@@ -43,16 +44,34 @@ def test_stages_compute_what_the_unpacked_values_say(case):
         assert_near(ours, reference, stage)
 
 
-# Tiles of the head are asked for as qkv_proj's where they are alike, as here, else when the head begins.
-@pytest.mark.parametrize("case", ["int4 g32, minimums, head", "fp8 channels"])
-def test_tokens_one_after_the_other_have_the_reference_s_logits(case):
+# Tiles of a head like qkv_proj's are asked for as if they were those, else when the head begins.
+@pytest.mark.parametrize(
+    ("case", "alike"),
+    [
+        ("int4 g32, minimums, head", True),
+        ("int4 g32, then int8 and head", False),
+        ("fp8 channels", False),
+    ],
+)
+def test_tokens_one_after_the_other_have_the_reference_s_logits(case, alike):
     weights = weights_of(case)
     ours = InterpretedBackend(weights, BackendOptions(max_context=32))
-    assert ours.tiles.head_alike == ("head" in case)
+    assert ours.tiles.head_alike == alike
     reference = ReferenceBackend(weights, BackendOptions())
     got, want = (torch.from_numpy(b.forward_logits((3, 9, 2, 9))) for b in (ours, reference))
     error = error_of(got, want)
-    assert error < 1e-2, error  # the cache is bfloat16, and what the embedding stands for
+    # The cache and the embedding are bfloat16, and of two keys alike either may weigh more: with roundings put into it
+    # the reference is off by up to 8e-3.
+    assert error < 2e-2, error
+
+
+def test_queries_and_attention_s_outputs_are_fine_pairs_for_a_stage_alone_too():
+    weights = weights_of("int4 g32")
+    ours = InterpretedBackend(weights, BackendOptions())
+    reference = ReferenceBackend(weights, BackendOptions())
+    state = stage_inputs(ours.spec, "attention", 0, 2, 0)
+    got, want = (b.run_stage("attention", 0, state)["attention"] for b in (ours, reference))
+    assert error_of(got.cpu().float(), want) < 4e-3  # keys and values are bfloat16
 
 
 SHARED = {  # of one format each, and of the layouts that differ: zero points, groups within a thread's run, odd sizes

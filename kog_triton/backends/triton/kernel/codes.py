@@ -11,7 +11,7 @@ numbers of 16 bits: two bytes, 256 h + l, and a unit that all operands of a thre
 largest of them is LARGEST. So an operand is off by 2^-16 of the largest of its run (64 values of a tile 1,024 words
 wide) at most, where a float16 is off by 2^-11 of itself; sums are exact as int32, and rounded once to float32.
 
-So are codes of E2M1, as bytes of twice what they stand for.
+Codes of E2M1 are multiplied likewise, as bytes of twice what they stand for.
 
 E4M3 becomes float16, two to a word, where an instruction makes it so, as do operands, by a unit of a thread's again,
 a power of two: what is more than 2^-17 of the largest stays as it is. Sums of up to eight products are rounded to 11

@@ -110,7 +110,7 @@ def mix_lanes(x, gains, phase, alive, p, S: tl.constexpr):
         total = total / S.lanes
     store_shared(p.words + S.region("y") + r, pack_f32(total, phase), valid)
     w, alive = wait_planes(p.words + S.region("y"), phase, alive, "mix y", 0, p, S)
-    y = add_planes([plane * 0.0 for plane in x], w, phase, S)
+    y = add_planes([plane * 0.0 for plane in x], w, S)
     if S.head_mode == SUM_THEN_NORM:
         y = rms_norm(y, gains, S)
     return y, alive
@@ -123,7 +123,7 @@ def score_lanes(x, logits, first, stream, phase, alive, p, S: tl.constexpr):
     for j in range(S.lanes):
         part = p.words + S.region("part") + j * S.hidden_size
         w, alive = wait_planes(part, phase, alive, "lm_head part", 0, p, S)
-        xs = rounded(add_planes([plane * 0.0 for plane in x], w, phase, S), S, 4)
+        xs = rounded(add_planes([plane * 0.0 for plane in x], w, S), S, 4)
         base = head + j * S.head_words
         following = (base + S.head_words).to(tl.int64)
         next_base = tl.where(j == S.lanes - 1, behind.to(tl.int64), following).to(base.dtype)

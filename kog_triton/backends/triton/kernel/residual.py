@@ -125,13 +125,13 @@ def rounded(x, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def add_planes(x, ws, phase, S: tl.constexpr):
+def add_planes(x, ws, S: tl.constexpr):
     """x plus the planes of a vector; or plus its words of two, which are half as many."""
     out = ()
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
         if len(ws) < len(x):
-            even, odd = unpack_pair(ws[c], phase, S, True)
+            even, odd = unpack_pair(ws[c], 0, S, True)
             even = x[2 * c] + tl.where(valid, even, 0.0)
             odd = x[2 * c + 1] + tl.where(valid, odd, 0.0)
         else:
@@ -350,12 +350,12 @@ def join(x, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexp
             phase = tl.where(how == NOW, delayed_phase, phase)
         for j in range(first, last):
             w, alive = wait_planes(base + j * S.hidden_size, phase, alive, REASON, layer, p, S)
-            x = add_planes(x, w, phase, S)
+            x = add_planes(x, w, S)
     elif S.outputs_in_pairs:
         T: tl.constexpr = S.stages[0]
         ws, alive = wait_pair_words(base, phase, alive, REASON, layer, p, S, T)
-        x = add_planes(x, ws, phase, S)
+        x = add_planes(x, ws, S)
     else:
         ws, alive = wait_planes(base, phase, alive, REASON, layer, p, S)
-        x = add_planes(x, ws, phase, S)
+        x = add_planes(x, ws, S)
     return x, alive
