@@ -120,6 +120,8 @@ POISON = (
     "    for (int i = 0; i < kRingSlots; i++) {\n",
 )
 # name -> the walk that sees it, and the edit
+BEHIND = "warps without a tile leave slots behind a barrier"
+RARE = {BEHIND}  # takes as long as three others
 FAULTS = {
     "the last step's row is asked for before it is acquired": (
         "a row a split",
@@ -145,7 +147,7 @@ FAULTS = {
         "  leave_slots(b, ring, slots);  //",
         "  leave_slots(b, ring, slots - 1);  //",
     ),
-    "warps without a tile leave slots behind a barrier": (
+    BEHIND: (
         "slots",
         "deep.h",
         "  leave_slots(b, ring, slots);  //",
@@ -177,7 +179,7 @@ def walked(walk, tokens, seed):
         return np.zeros(0)
 
 
-@pytest.mark.parametrize("fault", some_always(FAULTS | NARROW_FAULTS, *FAULTS))
+@pytest.mark.parametrize("fault", some_always(FAULTS | NARROW_FAULTS, *(set(FAULTS) - RARE)))
 def test_a_planted_fault_is_seen(fault, tmp_path):
     name, *edit = (FAULTS | NARROW_FAULTS)[fault]
     spec, blocks, options, count = WALKS[name]
