@@ -13,7 +13,7 @@ from kog_triton.checkpoint.quantizing import quantize
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import ModelSpec
-from kog_triton.model.weight_format import E2M1_VALUES, Code, Offset, Scale, WeightFormat
+from kog_triton.model.weight_format import E2M1_MAGNITUDES, Code, Offset, Scale, WeightFormat
 
 Tensor = torch.Tensor
 _DTYPES = {Scale.F32: torch.float32, Scale.BF16: torch.bfloat16, Scale.F16: torch.float16}
@@ -33,7 +33,7 @@ def nearest(weight: Tensor, how: WeightFormat) -> NarrowTensor:
 def _e2m1(groups: Tensor) -> tuple[Tensor, Tensor, None]:
     exponents = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-124, 127) - 3
     values = torch.ldexp(groups, -exponents[..., None])
-    levels = torch.tensor(E2M1_VALUES[:8], device=groups.device)
+    levels = torch.tensor(E2M1_MAGNITUDES, device=groups.device)
     between = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(values.abs(), between) + 8 * (values < 0)
     return codes.to(torch.uint8), (exponents + 127).to(torch.uint8), None

@@ -24,25 +24,9 @@ class Code(IntEnum):
         return 8 if self in (Code.E4M3, Code.INT8) else 4
 
 
-# Of E2M1's eight codes without a sign (OCP Microscaling Formats 1.0, section 5.3.3), then of those with one.
-E2M1_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+# What E2M1's codes stand for (OCP Microscaling Formats 1.0, section 5.3.3): those without a sign, then those with one.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*E2M1_MAGNITUDES, *(-v for v in E2M1_MAGNITUDES))
 
 
 class Scale(IntEnum):

@@ -131,7 +131,7 @@ def add_planes(x, ws, S: tl.constexpr):
     for c in tl.static_range(plane_tiles(S)):
         valid = plane_index(c, S) < S.hidden_size // 2
         if len(ws) < len(x):
-            even, odd = unpack_pair(ws[c], 0, S, True)
+            even, odd = unpack_pair(ws[c], 0, S, True)  # either phase: its bit is masked
             even = x[2 * c] + tl.where(valid, even, 0.0)
             odd = x[2 * c + 1] + tl.where(valid, odd, 0.0)
         else:
