@@ -24,7 +24,6 @@ class Narrow(Protocol):
     @property
     def offsets(self) -> Tensor | None: ...
     def scale_values(self) -> Tensor: ...
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Narrow": ...
 
 
 LoadNarrow = Callable[[str], Narrow]  # a narrow weight by its canonical name, on the device
@@ -35,5 +34,5 @@ def load_narrow(weights: WeightSource, bring: Callable[[Tensor], Tensor], name: 
     load = getattr(weights, "narrow", None)
     if load is None:
         raise ModelError(f"{name} is narrow, and {type(weights).__name__} has no codes of it")
-    tensor: Narrow = load(name)
-    return tensor.moved(bring)
+    tensor: Narrow = load(name, bring)
+    return tensor

@@ -21,7 +21,7 @@ from kog_triton.checkpoint.gguf.config import gguf_config, gguf_sources
 from kog_triton.checkpoint.gguf.file import Directory
 from kog_triton.checkpoint.gguf.tensors import GgufTensors
 from kog_triton.checkpoint.hub import gguf_file, model_folder
-from kog_triton.checkpoint.narrow import NarrowTensor
+from kog_triton.checkpoint.narrow import Bring, NarrowTensor, as_it_is
 from kog_triton.checkpoint.tensor_files import StoredTensor, TensorFiles
 from kog_triton.errors import ModelError, shown
 from kog_triton.json_file import read_json
@@ -154,12 +154,15 @@ class Checkpoint:
         tensor = self._files.read(weight.stored_name).reshape(weight.shape)
         return half_split_rows(tensor, self.spec.head_dim) if weight.interleaved_rope else tensor
 
-    def narrow(self, name: str) -> NarrowTensor | None:
-        """One weight as codes and scales, shaped and ordered as `load` gives it; None if it is stored wide."""
+    def narrow(self, name: str, bring: Bring = as_it_is) -> NarrowTensor | None:
+        """One weight as codes and scales, shaped and ordered as `load` gives it; None if it is stored wide.
+
+        `bring` gives a stored tensor elsewhere, such as on a GPU: codes are unpacked and checked there.
+        """
         weight = self._weight(name)
         if weight.found is None:
             return None
-        tensor = weight.found.load().reshape(weight.shape)
+        tensor = weight.found.load(bring).reshape(weight.shape)
         if not weight.interleaved_rope:
             return tensor
         rows = torch.arange(weight.shape[-2])[None]

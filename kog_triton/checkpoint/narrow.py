@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kog_triton.errors import ModelError
-from kog_triton.model.weight_format import E2M1_VALUES, Code, Offset, Scale, WeightFormat
+from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat, e2m1_in_half
 
 Tensor = torch.Tensor
 SCALES = {
@@ -21,7 +21,12 @@ SCALES = {
     torch.uint8: Scale.E8M0,
 }
 LARGEST = {Code.E4M3: 448.0, Code.INT8: 128.0, Code.UINT4: 8.0, Code.E2M1: 6.0}  # of a code
+Bring = Callable[[Tensor], Tensor]  # gives a tensor as it is elsewhere
 SYMMETRIC = 8  # what a UINT4 code is less where there are no zero points
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class NarrowTensor:
         """This weight on another device."""
         return self.moved(lambda tensor: tensor.to(device))
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "NarrowTensor":
+    def moved(self, move: Bring) -> "NarrowTensor":
         """This weight with each of its tensors as `move` gives it elsewhere."""
         offsets = None if self.offsets is None else move(self.offsets)
         return replace(self, codes=move(self.codes), scales=move(self.scales), offsets=offsets)
@@ -162,6 +167,5 @@ def code_values(code: Code, codes: Tensor) -> Tensor:
     if code is Code.E4M3:
         return codes.view(torch.float8_e4m3fn).float()
     if code is Code.E2M1:
-        table = torch.tensor(E2M1_VALUES, device=codes.device)
-        return table[codes.long()]
+        return e2m1_in_half(codes.to(torch.int16)).view(torch.float16).float() * 2**14
     return codes.float()

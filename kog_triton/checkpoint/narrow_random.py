@@ -8,7 +8,7 @@ Formats that `kog quantize` writes are made as it makes them (quantizing.py). Ot
 
 import torch
 
-from kog_triton.checkpoint.narrow import NarrowTensor
+from kog_triton.checkpoint.narrow import Bring, NarrowTensor, as_it_is
 from kog_triton.checkpoint.quantizing import quantize
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
@@ -67,8 +67,8 @@ class NarrowRandomWeights:
         self._wide = RandomWeights(spec, seed, device)
         self._formats = dict(spec.narrow)
 
-    def narrow(self, name: str) -> NarrowTensor:
-        return nearest(self._wide.load(name), self._formats[name])
+    def narrow(self, name: str, bring: Bring = as_it_is) -> NarrowTensor:
+        return nearest(self._wide.load(name), self._formats[name]).moved(bring)
 
     def load(self, name: str) -> torch.Tensor:
         return self.narrow(name).unpack() if name in self._formats else self._wide.load(name)

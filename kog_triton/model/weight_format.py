@@ -9,6 +9,7 @@ packing and backends read. No torch, no numpy, no device.
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class Code(IntEnum):
@@ -24,9 +25,16 @@ class Code(IntEnum):
         return 8 if self in (Code.E4M3, Code.INT8) else 4
 
 
-# What E2M1's codes stand for (OCP Microscaling Formats 1.0, section 5.3.3): those without a sign, then those with one.
+# What E2M1's codes without a sign stand for (OCP Microscaling Formats 1.0, section 5.3.3).
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = (*E2M1_MAGNITUDES, *(-v for v in E2M1_MAGNITUDES))
+
+
+def e2m1_in_half(codes: Any) -> Any:
+    """Bits of the float16 that is 2^-14 times what E2M1's codes stand for: arrays or tensors of int16.
+
+    No table of values: a CUDA graph that is being recorded can copy none to its GPU.
+    """
+    return (codes & 8) << 12 | (codes & 7) << 9
 
 
 class Scale(IntEnum):

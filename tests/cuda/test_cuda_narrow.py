@@ -152,8 +152,8 @@ def test_long_units_of_requests_among_others(how, count, room, monkeypatch):
 class FarthestWeights(NarrowWeights):
     """Every code as low as there is, and every zero point as high."""
 
-    def narrow(self, name):
-        stored = super().narrow(name)
+    def stored(self, name):
+        stored = super().stored(name)
         low, high = (-128, 127) if stored.format.code is Code.INT8 else (0, 15)
         codes, points = torch.full_like(stored.codes, low), torch.full_like(stored.offsets, high)
         return replace(stored, codes=codes, offsets=points)

@@ -58,8 +58,8 @@ BOTH_SIGNS = {"int4 g32, scales of both signs (Q4_0)": (FORMATS["q4_0"], LARGE)}
 class BothSigns(NarrowWeights):
     """Every other scale is negative, as llama.cpp makes them."""
 
-    def narrow(self, name):
-        tensor = super().narrow(name)
+    def stored(self, name):
+        tensor = super().stored(name)
         scales = tensor.scales.clone()
         scales[..., ::2] *= -1
         return replace(tensor, scales=scales)

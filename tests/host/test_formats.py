@@ -11,7 +11,7 @@ from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.folder import Checkpoint
 from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
-from tests.lib import narrow_cases, tiny
+from tests.lib import gguf_cases, narrow_cases, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOGITS = 1e-5  # relative error of the reference's logits
@@ -45,6 +45,31 @@ def test_values_and_logits(name, tmp_path):
         assert checkpoint.narrow(canonical(stored)).format == narrow[canonical(stored)]
     assert checkpoint.narrow("lm_head") is None and checkpoint.narrow("norm") is None
     assert_same_logits(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", narrow_cases.CASES)
+def test_codes_are_unpacked_behind_the_way_to_a_gpu(name, tmp_path):
+    narrow_cases.checkpoint(name, tmp_path)
+    checkpoint, brought = Checkpoint.open(tmp_path), []
+    weight, _ = checkpoint.spec.narrow[0]
+    there = checkpoint.narrow(weight, lambda t: brought.append(t.data_ptr()) or t.clone())
+    assert torch.equal(there.unpack(), checkpoint.load(weight))
+    files, used = checkpoint._files, checkpoint._weights[weight].found.module.used
+    assert {*brought} <= {files.read(stored).data_ptr() for stored in used}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*narrow_cases.CASES, "Q8_0", "Q4_0", "Q4_1"])
+def test_a_gpu_unpacks_what_a_cpu_does(name, tmp_path):
+    if name in narrow_cases.CASES:
+        narrow_cases.checkpoint(name, tmp_path)
+    else:
+        gguf_cases.write(tmp_path / "model.gguf", name)
+        tmp_path /= "model.gguf"
+    checkpoint = Checkpoint.open(tmp_path)
+    for weight, _ in checkpoint.spec.narrow:
+        there = checkpoint.narrow(weight, torch.Tensor.cuda).unpack()
+        assert there.is_cuda and torch.equal(there.cpu(), checkpoint.load(weight))
 
 
 EXPECTED = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor
+from kog_triton.checkpoint.narrow import SYMMETRIC, NarrowTensor, as_it_is
 from kog_triton.checkpoint.narrow_random import NarrowRandomWeights, nearest
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType
@@ -31,7 +31,10 @@ class NarrowWeights:
     def __init__(self, spec, wide):
         self.spec, self._wide, self._formats = spec, wide, dict(spec.narrow)
 
-    def narrow(self, name) -> NarrowTensor:
+    def narrow(self, name, bring=as_it_is) -> NarrowTensor:
+        return self.stored(name).moved(bring)
+
+    def stored(self, name) -> NarrowTensor:
         how, wide = self._formats[name], self._wide.load(name)
         if how.offset is Offset.NONE or how.group_rows == 1:
             return nearest(wide, how)

@@ -70,10 +70,10 @@ class Gptq:
         how = WeightFormat(Code.UINT4, 1, self.group, scale, offset)
 
         def read(m: Module) -> NarrowTensor:
-            if m.has("g_idx") and not torch.equal(
-                m.read("g_idx"), torch.arange(cols, dtype=torch.int32) // group
-            ):
-                raise ModelError("g_idx reorders columns (act-order, desc_act): not supported")
+            if m.has("g_idx"):
+                given = m.read("g_idx")
+                if not torch.equal(given, torch.arange(cols).to(given) // group):
+                    raise ModelError("g_idx reorders columns (act-order, desc_act): not supported")
             codes = unpack_words(m.read("qweight").T.contiguous(), 4)
             zeros = unpack_words(m.read("qzeros"), 4).T.contiguous()
             if self.stored_less and bool((zeros == 15).any()):

@@ -1,13 +1,13 @@
 """The stored tensors of one linear module, and what a format finds in them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from kog_triton.checkpoint.narrow import NarrowTensor
+from kog_triton.checkpoint.narrow import Bring, NarrowTensor, as_it_is
 from kog_triton.checkpoint.tensor_files import StoredTensor
 from kog_triton.errors import ModelError, shown
 from kog_triton.model.weight_format import Scale, WeightFormat
@@ -37,6 +37,7 @@ class Module:
     name: str
     shape: tuple[int, ...]
     used: list[str] = field(default_factory=list)  # stored names that were taken
+    bring: Bring = as_it_is  # to where codes are unpacked
 
     def has(self, suffix: str) -> bool:
         return f"{self.name}.{suffix}" in self.files.stored
@@ -78,8 +79,8 @@ class Module:
     def read(self, suffix: str) -> torch.Tensor:
         tensor = self.files.read(f"{self.name}.{suffix}")
         if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
-            return tensor.view(torch.uint8)
-        return tensor
+            tensor = tensor.view(torch.uint8)
+        return self.bring(tensor)
 
     def matrix(self) -> tuple[int, int]:
         """(rows, cols) of a weight that is one matrix."""
@@ -105,10 +106,10 @@ class Found:
     module: Module
     read: Callable[[Module], NarrowTensor]
 
-    def load(self) -> NarrowTensor:
-        """ModelError if the values contradict the format."""
+    def load(self, bring: Bring) -> NarrowTensor:
+        """Where `bring` takes the stored tensors; ModelError if the values contradict the format."""
         try:
-            return self.read(self.module)
+            return self.read(replace(self.module, bring=bring))
         except ModelError as error:
             raise self.module.error(str(error)) from None
 

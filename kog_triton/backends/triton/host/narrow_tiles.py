@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from kog_triton.backends.narrow import Narrow
-from kog_triton.model.weight_format import E2M1_VALUES, Offset
+from kog_triton.model.weight_format import Offset, e2m1_in_half
 from kog_triton.schedule.lowering import row_order
 from kog_triton.schedule.narrow_packing import scales_by_row
 from kog_triton.schedule.schedule import Epilogue, Stage
@@ -74,7 +74,7 @@ def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
     nibbles = torch.stack([bytes_ << 4 >> 4, bytes_ >> 4], -1).flatten(-2)
     if not codes.is_e2m1:
         return nibbles.float()
-    return torch.tensor(E2M1_VALUES, device=stored.device)[(nibbles & 15).long()]
+    return e2m1_in_half(nibbles.to(torch.int16)).view(torch.float16).float() * 2**14
 
 
 def _rows(how: TileCodes, part: Narrow) -> list[Tensor]:
