@@ -22,6 +22,7 @@ from kog_triton.backends.cuda.layout.header import gain_scale
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, stamp_words
 from kog_triton.backends.cuda.narrow_weights import narrow_matrices, scales_of_rows
+from kog_triton.backends.embedding import narrow_table
 from kog_triton.backends.logprob_words import RECORD_WORDS
 from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.narrow import LoadNarrow, load_narrow
@@ -31,6 +32,7 @@ from kog_triton.backends.request_words import OFFSETS, Flag, capacity
 from kog_triton.backends.weight_upload import WeightUpload
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda import WARPS, CudaLowering
+from kog_triton.schedule.embedding import embedding_row
 from kog_triton.schedule.lowering import layer_matrices
 from kog_triton.schedule.narrow_packing import NarrowMatrix, pack_narrow
 from kog_triton.schedule.packing import first_ring_slots, pack_blocks
@@ -57,7 +59,7 @@ class Memory:
     """
 
     weights: Tensor
-    embed: Tensor
+    embed: Tensor  # narrow: what embedding.py's table looks like as 16-bit values
     gains: Tensor
     biases: Tensor
     qk_gains: Tensor
@@ -153,7 +155,8 @@ def plan_of(layout: Layout, num_slots: int, rank: int = 0) -> MemoryPlan:
     lo = layout.lowering
     spec = lo.schedule.spec
     arena = lo.stream_ring_slots(rank) * lo.num_blocks * lo.ring_slot_bytes
-    embed = spec.vocab_size * (spec.hidden_size + -spec.hidden_size % 4) * 2
+    row = embedding_row(spec)
+    embed = spec.vocab_size * (row.bytes if row else (spec.hidden_size + -spec.hidden_size % 4) * 2)
     position = math.prod(layout.cache_shape) * 2 // layout.max_context
     return MemoryPlan(arena + embed, position, num_slots, layout.max_context)
 
@@ -169,7 +172,7 @@ def allocate(
         return torch.nn.functional.pad(t, (0, -t.shape[-1] % 4)).contiguous()
 
     # Beside the weights: of a context of 131,072 it takes a thread the better part of a second.
-    table = Background(1).submit(
+    rope = Background(1).submit(
         rope_table, spec.rope, spec.head_dim, rope_positions(layout.max_context)
     )
     with WeightUpload(device) as bring:
@@ -178,7 +181,12 @@ def allocate(
             return bring(weights.load(name))
 
         get_narrow = partial(load_narrow, weights, bring)
-        embed = get("embed").to(dtype)
+        if embedding_row(spec):
+            table = narrow_table(get_narrow("embed"), spec).view(dtype)
+            embed = torch.empty(0, dtype=dtype, device=device)  # a head that is tied is narrow, too
+        else:
+            embed = get("embed").to(dtype)
+            table = padded(embed)
         gains = [
             get(f"layers.{i}.{name}").float()
             for i in range(spec.num_layers)
@@ -201,11 +209,11 @@ def allocate(
     positions = layout.max_context + 1
     return Memory(
         weights=arena,
-        embed=padded(embed),
+        embed=table,
         gains=padded(torch.stack(gains)),
         biases=biases,
         qk_gains=qk_gains,
-        rope=torch.from_numpy(table.result()).to(device),
+        rope=torch.from_numpy(rope.result()).to(device),
         cache=torch.zeros((num_slots, *layout.cache_shape), dtype=dtype, device=device),
         streams=torch.zeros(
             num_slots,

@@ -36,6 +36,7 @@ from kog_triton.backends.cuda.short_pass import (
 )
 from kog_triton.backends.cuda.short_prompts import ShortPrompts
 from kog_triton.backends.cuda.unpacking import Unpacking
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.prefill.library import (
     LibraryPrefill,
     bucket_sizes,
@@ -52,6 +53,7 @@ from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
+from kog_triton.schedule.embedding import embedding_row
 from kog_triton.schedule.topology import Gpu
 
 
@@ -97,7 +99,7 @@ class PromptsBeside:
             return None
         held = [
             RankTensors(
-                memory.embed[:, : self.spec.hidden_size],
+                self._embedding(memory),
                 memory.rope,
                 self._open_matrices(lowering, memory, rank),
             )
@@ -143,6 +145,11 @@ class PromptsBeside:
             self.placing = Placing(self.ranks.first, self._short_kernels(self.device))
         return library
 
+    def _embedding(self, memory: Memory) -> Embedding:
+        if row := embedding_row(self.spec):
+            return Embedding(memory.embed.view(torch.uint8), memory.embed.dtype, row)
+        return Embedding.of(memory.embed[:, : self.spec.hidden_size])
+
     def _moves_outputs(self, lowering: CudaLowering) -> bool:
         return self.prompt_kernels.has_outputs(lowering)
 
@@ -181,7 +188,7 @@ class PromptsBeside:
                     lowering,
                     memory.weights,
                     self._groups_of(tensors.matrices),
-                    tensors.embed,
+                    tensors.embed.table,
                     tensors.rope,
                     layers[rank],
                     memory.cache[..., : self.spec.head_dim],

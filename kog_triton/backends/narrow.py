@@ -7,7 +7,7 @@ import torch
 
 from kog_triton.backends import WeightSource
 from kog_triton.errors import ModelError
-from kog_triton.model.weight_format import WeightFormat
+from kog_triton.model.weight_format import Code, WeightFormat, e2m1_in_half
 
 Tensor = torch.Tensor
 
@@ -24,6 +24,18 @@ class Narrow(Protocol):
     @property
     def offsets(self) -> Tensor | None: ...
     def scale_values(self) -> Tensor: ...
+
+
+def code_values(code: Code, stored: Tensor) -> Tensor:
+    """Of bytes [..., n], float32 [..., codes of them]; of 4 bits the low half first."""
+    if code is Code.E4M3:
+        return stored.view(torch.float8_e4m3fn).float()
+    if code is Code.INT8:
+        return stored.view(torch.int8).float()
+    nibbles = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
+    if code is Code.E2M1:
+        return e2m1_in_half(nibbles.to(torch.int16)).view(torch.float16).float() * 2**14
+    return nibbles.float()
 
 
 LoadNarrow = Callable[[str], Narrow]  # a narrow weight by its canonical name, on the device

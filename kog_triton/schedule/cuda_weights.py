@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
+from kog_triton.schedule.embedding import unreadable_embedding
 from kog_triton.schedule.schedule import Axis, Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.shards import canonical
 
@@ -180,6 +181,8 @@ def unreadable(schedule: Schedule) -> str:
     }
     if cut:
         return f"it reads groups that {STEP_VALUES} divides, not {', '.join(cut)}"
+    if reason := unreadable_embedding(schedule.spec):
+        return reason
     try:
         for _, stage in schedule.walk():
             if stage.op is Op.MATVEC and (how := stage_format(schedule, stage)):

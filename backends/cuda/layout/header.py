@@ -15,7 +15,7 @@ from kog_triton.backends.cuda.layout.exchanges import BINS, FLAGS_TOGETHER, LINE
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.cuda.layout.names import POINTS, STEPS, stamp_words
 from kog_triton.backends.logprob_words import RECORD_WORDS
-from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.model.weight_format import Code, Offset, Scale
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
@@ -27,6 +27,7 @@ from kog_triton.schedule.cuda import (
     unit_period,
 )
 from kog_triton.schedule.cuda_weights import StreamWeights
+from kog_triton.schedule.embedding import embedding_row
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Stage
 from kog_triton.schedule.topology import KB
@@ -61,6 +62,7 @@ def render(layout: Layout) -> str:
     lines += _sampling()
     lines.append(f"enum class Step {{ {', '.join(_camel('k_' + n) for n in STEPS)} }};")
     lines.append(f"enum class Point {{ {', '.join(_camel('k_' + n) for n in POINTS)} }};")
+    lines.append(_constants("EmbeddingRow", _embedding(spec)))
     for name, region in layout.regions.items():
         lines.append(_constants(_camel(name, True) + "Words", asdict(region)))
     places = attention.scratch_places(schedule.spread, layout.new_rows)
@@ -256,6 +258,20 @@ def _weight_fields(weights: StreamWeights) -> dict[str, int]:
         "record_bytes": weights.record_bytes,
         "integer": weights.integer,
         "shared_steps": weights.shared_steps,
+    }
+
+
+def _embedding(spec: ModelSpec) -> dict[str, int]:
+    row = embedding_row(spec)
+    if row is None:
+        return {"codes": -1}
+    return {
+        "codes": int(row.format.code),
+        "offset_kind": int(row.format.offset),
+        "group": row.group,
+        "groups": row.groups,
+        "scales_at": row.code_bytes,
+        "bytes": row.bytes,
     }
 
 

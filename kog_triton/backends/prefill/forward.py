@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.prefill.fused_ahead import FUSED, Arguments, FusedAhead
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.model.spec import Reduce
@@ -51,7 +52,7 @@ class PrefillPass:
     def __init__(
         self,
         schedule: Schedule,
-        embed: Tensor,
+        embed: Embedding,
         layers: Sequence[LayerWeights],
         matrices: Matrices,
         rope: Tensor,
@@ -136,7 +137,7 @@ class PrefillPass:
         Of the last layer's outputs nobody reads but the `head`, and that one token's.
         """
         spec = self.spec
-        x = self.embed[ids].float().expand(self._lanes, -1, -1).contiguous()
+        x = self.embed.rows(ids).expand(self._lanes, -1, -1).contiguous()
         end = first + len(ids)
         bounds = {} if told else {w: self._bounds(first, end, w) for w in set(spec.windows)}
         delayed: dict[str, list[tuple[Tensor, Tensor]]] = {"attention": [], "mlp": []}

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kog_triton.backends import BackendOptions, WeightSource
 from kog_triton.backends.compile_log import told_if_slow
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.mailbox import Request
 from kog_triton.backends.prefill.forward import PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
@@ -93,14 +94,14 @@ def open_library(
     weights: WeightSource,
     spec: ModelSpec,
     max_context: int,
-    embed: Tensor,
+    embed: Embedding,
     rope: Tensor,
     matrices: Callable[[], Matrices],
     slots: Tensor | None = None,
 ) -> "LibraryPrefill | None":
     """The library beside a backend's kernel, as `options.prefill` asks; None for the kernel alone.
 
-    embed     rows [vocab, hidden] that the backend holds, in the type and place of its cache
+    embed     that the backend holds, in the type and place of its cache
     rope      the backend's table, float32 [`rope_positions` or more, 2, d / 2]
     matrices  makes the backend's own ready; norms and biases are read again, from `weights`
     slots     as LibraryPrefill's
@@ -130,7 +131,7 @@ def library_for(
 class LibraryPrefill:
     """Runs prompts of one model on one device.
 
-    embed     rows [vocab, hidden] that the caller holds; device and dtype are those of the pass
+    embed     that the caller holds; device and dtype are those of the pass
     rope      the caller's table of as many positions as the context and the longest bucket have
     matrices  the caller's, of the same device and dtype
     buckets   their sizes; none: fresh prompts are run as those behind a cached prefix
@@ -144,7 +145,7 @@ class LibraryPrefill:
         weights: WeightSource,
         spec: ModelSpec,
         max_context: int,
-        embed: Tensor,
+        embed: Embedding,
         rope: Tensor,
         matrices: Matrices,
         buckets: Sequence[int] = BUCKETS,

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.prefill.forward import Outputs, PrefillPass, ToHead, Work
 from kog_triton.backends.prefill.library import (
     CHUNK,
@@ -135,7 +136,7 @@ class RankOutputs(Outputs):
 class RankTensors:
     """What a rank's GPU holds: as LibraryPrefill's arguments of these names."""
 
-    embed: Tensor
+    embed: Embedding
     rope: Tensor
     matrices: Matrices
 

@@ -210,7 +210,7 @@ KOG_DEVICE void run_layers_between(Block& b, Walk& walk) {
     if (layer == 0) {
       next.take_all();
 #pragma unroll
-      for (uint2& w : walk.embedded.w) w = {unknown(w.x), unknown(w.y)};  // not looked at ahead of that
+      for (auto& quad : walk.embedded.quads) quad.hide();  // not looked at ahead of that
       walk.embedded.unpack(b, walk.x);
     } else {
       join_mlp_out(b, walk, next);

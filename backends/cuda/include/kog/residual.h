@@ -1,5 +1,6 @@
 // The residual stream: embedded, sent as module outputs, gathered by every block into its own copy.
 #pragma once
+#include <kog/embedded.h>
 #include <kog/inputs.h>
 #include <kog/outputs.h>
 
@@ -13,21 +14,21 @@ KOG_DEVICE int place_of_element(const Block& b, int i) {
   return e < kHidden ? e : 0;
 }
 
-// A token's row of the embedding, 16 bits a value.
+// A token's row of the embedding.
 struct Embedded {
-  uint2 w[kGroups];
+  EmbeddedQuad<> quads[kGroups];
 
   KOG_DEVICE void load(const Block& b, int token) {
-    const u16* from = b.p.embed + static_cast<u64>(token) * kHiddenStride;
+    const EmbeddingUnit* row = embedding_row(b, token);
 #pragma unroll
-    for (int i = 0; i < kGroups; i++)
-      w[i] = *reinterpret_cast<const uint2*>(from + place_of_element(b, i));
+    for (int i = 0; i < kGroups; i++) quads[i].load(row, place_of_element(b, i));
   }
   KOG_DEVICE void unpack(const Block& b, float (&x)[kHeld]) const {
 #pragma unroll
     for (int i = 0; i < kGroups; i++) {
       bool inside = element(b, i) < kHidden;
-      float four[4] = {low_of(w[i].x), high_of(w[i].x), low_of(w[i].y), high_of(w[i].y)};
+      uint2 w = quads[i].values();
+      float four[4] = {low_of(w.x), high_of(w.x), low_of(w.y), high_of(w.y)};
 #pragma unroll
       for (int j = 0; j < 4; j++) x[4 * i + j] = inside ? four[j] : 0;
     }

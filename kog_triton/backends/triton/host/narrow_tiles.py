@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from kog_triton.backends.narrow import Narrow
-from kog_triton.model.weight_format import Offset, e2m1_in_half
+from kog_triton.backends.narrow import Narrow, code_values
+from kog_triton.model.weight_format import Offset
 from kog_triton.schedule.lowering import row_order
 from kog_triton.schedule.narrow_packing import scales_by_row
 from kog_triton.schedule.schedule import Epilogue, Stage
@@ -54,7 +54,7 @@ def unpack_narrow_tiles(
         count = t.codes.groups(t.widths[k])
         codes, *beside = unpack_codes(t.codes, stored, t.tile_shape(k, warps), count)
         shape = (t.units, group, t.tile_rows, count, -1)
-        values = code_values(t.codes, codes.contiguous()).view(shape)
+        values = _values(t.codes, codes.contiguous()).view(shape)
         scales, *zeros = (v.contiguous().view(torch.float32).view(shape) for v in beside)
         if zeros:
             values -= zeros[0]
@@ -64,17 +64,11 @@ def unpack_narrow_tiles(
     return padded.view(1, group * t.block_rows, -1)[:, : t.rows, : t.cols]
 
 
-def code_values(codes: TileCodes, stored: Tensor) -> Tensor:
-    """Of bytes [..., n], float32 [..., codes of them], but for zero points."""
-    if codes.is_e4m3:
-        return stored.view(torch.float8_e4m3fn).float()
-    if codes.pack == 2:
-        return stored.view(torch.int8).float()
-    bytes_ = stored.view(torch.int8)
-    nibbles = torch.stack([bytes_ << 4 >> 4, bytes_ >> 4], -1).flatten(-2)
-    if not codes.is_e2m1:
-        return nibbles.float()
-    return e2m1_in_half(nibbles.to(torch.int16)).view(torch.float16).float() * 2**14
+def _values(codes: TileCodes, stored: Tensor) -> Tensor:
+    """Of a tile's bytes [..., n], float32 [..., codes of them], but for zero points."""
+    if codes.zero:  # less that, in 4 bits
+        return code_values(codes.code, stored ^ 17 * codes.zero).sub_(codes.zero)
+    return code_values(codes.code, stored)
 
 
 def _rows(how: TileCodes, part: Narrow) -> list[Tensor]:

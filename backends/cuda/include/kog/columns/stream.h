@@ -8,6 +8,7 @@
 #pragma once
 #include <kog/columns/rows.h>
 #include <kog/cursor.h>
+#include <kog/embedded.h>
 
 namespace kog::columns {
 
@@ -34,13 +35,13 @@ struct Streams {
     static_assert(Words::kStride == kHiddenStride);
     return {lane_words<Words>(b), lane_offset<Hints>(b)};
   }
-  KOG_DEVICE const u16* embedding(const Block& b, int column) const {
+  KOG_DEVICE const EmbeddingUnit* embedding(const Block& b, int column) const {
     int token = b.small->cursors[column].token;  // below 0: the request ends, and why
-    return b.p.embed + static_cast<u64>(token > 0 ? token : 0) * kHiddenStride;
+    return embedding_row(b, token > 0 ? token : 0);
   }
   // A value that some warp of this block has received, as it comes, and as a number.
   KOG_DEVICE u32 ask(const Block& b, int column, int e) const {
-    if (words == nullptr) return embedding(b, column)[e];
+    if (words == nullptr) return EmbeddedQuad<>::one(embedding(b, column), e);
     return load_relaxed(words + column * kHiddenStride + e);
   }
   KOG_DEVICE float read(u32 w) const { return words == nullptr ? widen(w) : unpack_f32(w); }
@@ -82,7 +83,9 @@ struct Quads {
       int column = first_column(b) + c;
       w[c] = uint4{0, 0, 0, 0};
       if (column >= b.p.num_requests || e >= kHidden) continue;
-      uint2 v = *reinterpret_cast<const uint2*>(x.embedding(b, column) + e);
+      EmbeddedQuad<> quad;
+      quad.load(x.embedding(b, column), e);
+      uint2 v = quad.values();
       w[c] = {bits_of(low_of(v.x)), bits_of(high_of(v.x)), bits_of(low_of(v.y)),
               bits_of(high_of(v.y))};
     }

@@ -1,0 +1,49 @@
+"""How a narrow embedding lies on a GPU: a row a token, of a checkpoint's codes and float32 numbers behind them."""
+
+from dataclasses import dataclass
+
+from kog_triton.model.spec import ModelSpec
+from kog_triton.model.weight_format import Offset, WeightFormat
+
+QUAD = 4  # values that a thread unpacks at a time, of one scale
+ALIGNED = 16  # bytes
+
+
+@dataclass(frozen=True)
+class EmbeddingRow:
+    """Codes of 8 bits as they are, of 4 bits two a byte, the first one low; then a scale for each group along K; then,
+    if the format has them, as many zero points or minimums."""
+
+    format: WeightFormat
+    cols: int
+
+    @property
+    def group(self) -> int:
+        return self.format.group_cols or self.cols
+
+    @property
+    def groups(self) -> int:
+        return -(-self.cols // self.group)
+
+    @property
+    def code_bytes(self) -> int:
+        return -(-self.cols * self.format.code.bits // 32) * 4
+
+    @property
+    def bytes(self) -> int:
+        numbers = self.groups * (1 if self.format.offset is Offset.NONE else 2)
+        return -(-(self.code_bytes + 4 * numbers) // ALIGNED) * ALIGNED
+
+
+def embedding_row(spec: ModelSpec) -> EmbeddingRow | None:
+    """None for an embedding of 16 bits."""
+    how = dict(spec.narrow).get("embed")
+    return EmbeddingRow(how, spec.hidden_size) if how else None
+
+
+def unreadable_embedding(spec: ModelSpec) -> str:
+    """Why no kernel reads a model's narrow embedding, "" if it does."""
+    row = embedding_row(spec)
+    if row and (row.cols % QUAD or row.group % QUAD):
+        return f"it reads an embedding of groups and rows of which {QUAD} is a divisor, not {row.format.name}"
+    return ""
