@@ -6,7 +6,7 @@ import torch
 
 from kog_triton.backends.narrow import Narrow, code_values
 from kog_triton.model.spec import ModelSpec
-from kog_triton.model.weight_format import Code, Offset
+from kog_triton.model.weight_format import Offset
 from kog_triton.schedule.embedding import EmbeddingRow, embedding_row
 from kog_triton.schedule.narrow_packing import scales_by_row
 
@@ -45,8 +45,8 @@ class Embedding:
 
         if how.offset is Offset.ZERO_POINT:
             values -= by_value(1)
-        elif how.code is Code.UINT4 and how.offset is Offset.NONE:
-            values -= 8
+        elif row.lift:
+            values -= row.lift
         values *= by_value(0)
         if how.offset is Offset.MINIMUM:
             values += by_value(1)

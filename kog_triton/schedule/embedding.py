@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kog_triton.model.spec import ModelSpec
-from kog_triton.model.weight_format import Offset, WeightFormat
+from kog_triton.model.weight_format import Code, Offset, WeightFormat
 
 QUAD = 4  # values that a thread unpacks at a time, of one scale
 ALIGNED = 16  # bytes
@@ -24,6 +24,12 @@ class EmbeddingRow:
     @property
     def groups(self) -> int:
         return -(-self.cols // self.group)
+
+    @property
+    def lift(self) -> int:
+        """What UINT4's codes are more than they stand for."""
+        how = self.format
+        return 8 if how.code is Code.UINT4 and how.offset is Offset.NONE else 0
 
     @property
     def code_bytes(self) -> int:

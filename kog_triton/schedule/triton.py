@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType, Head, Reduce
 from kog_triton.schedule import exchanges as ex
+from kog_triton.schedule.embedding import EmbeddingRow, embedding_row
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.topology import SIZES, Sizes
@@ -228,6 +229,7 @@ class Tiles:
     layer_words: int
     columns: int = COLUMNS  # tokens of a prompt's chunk
     profile: int = 0  # layer runs whose times are written down
+    embedding: EmbeddingRow | None = None  # of a narrow one
 
     def asked_by(self, stage: int, tile: int) -> tuple[int, int, int, bool]:
         """What a block asks for when it has multiplied a tile: stage, first tile, how many, and whether they are of
@@ -245,6 +247,10 @@ class Tiles:
         count = self.stages[following].ahead
         first, end = (count * (n - last) // (own.tiles - last) for n in (tile, tile + 1))
         return following, first, end - first, following == 0
+
+    @property
+    def has_narrow_embedding(self) -> bool:
+        return self.embedding is not None
 
     @property
     def has_narrow_layers(self) -> bool:
@@ -364,6 +370,7 @@ def lower_tiles(
         max_context=max_context,
         stages=stages,
         layer_words=sum(s.words for s in stages[:4]) * group * lanes,
+        embedding=embedding_row(spec),
     )
     try:
         for kernel in (decode_kernel(tiles, schedule), prompt_kernel(tiles, schedule)):

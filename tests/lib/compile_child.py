@@ -22,7 +22,7 @@ from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
 
 FLAGS = {"rules", "chunks"}  # of the kernel that decodes
-WITH_HEAD = ("fp8-block", "mxfp4")  # narrow too, of the small models
+WITH_HEAD = ("fp8-block", "mxfp4")  # narrow too, of the small models, and the embedding
 SMALL = {"num_blocks": 4, "max_context": 64}
 NARROW = {"fp8": "fp8-block", "int8": "int8-channel", "int4": "int4-g128", "mxfp4": "mxfp4"}
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
@@ -36,7 +36,10 @@ SHAPES = {
         for name, how in NARROW.items()
     },
     **{
-        f"small, {name}": (narrow_spec(FORMATS[how], head=how in WITH_HEAD, **SIZES), SMALL)
+        f"small, {name}": (
+            narrow_spec(FORMATS[how], how in WITH_HEAD, **SIZES, tied_embeddings=how in WITH_HEAD),
+            SMALL,
+        )
         for name, how in NARROW.items()
     },
     "256 ids a block": (spec_of(vocab_size=1000), SMALL),  # as many as a block has threads

@@ -11,7 +11,8 @@ import torch
 
 from kog_triton.backends import Availability, BackendOptions, WeightSource, refuse_narrow
 from kog_triton.backends.compile_log import told_if_slow
-from kog_triton.backends.device import TORCH_DTYPES, Clock, gpu_of
+from kog_triton.backends.device import Clock, gpu_of
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.gpu_entry import GpuEntry
 from kog_triton.backends.mailbox import Mailbox, Request
 from kog_triton.backends.memory_plan import check_memory
@@ -117,7 +118,8 @@ class TritonBackend:
             self.memory = allocate(
                 self.schedule, self.tiles, weights, options.num_slots, device, most
             )
-            embed = self.memory.pointers.embed.view(TORCH_DTYPES[self.spec.dtype])
+            held, row = self.memory.pointers.half_embed, self.tiles.embedding
+            embed = Embedding(held.view(torch.uint8) if row else held, held.dtype, row)
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             rope = self.memory.pointers.rope

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from kog_triton.backends import WeightSource
+from kog_triton.backends.embedding import narrow_table
 from kog_triton.backends.memory_plan import MemoryPlan
 from kog_triton.backends.narrow import LoadNarrow, load_narrow
 from kog_triton.backends.prefill.library import rope_positions
@@ -44,7 +45,10 @@ class Memory:
 def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int, columns: int = 1) -> MemoryPlan:
     """What `allocate` will take of the GPU, but for tables."""
     spec = schedule.spec
-    weights = 4 * arena_words(schedule, tiles) + 2 * spec.vocab_size * spec.hidden_size
+    weights = 4 * arena_words(schedule, tiles)
+    weights += spec.vocab_size * (
+        tiles.embedding.bytes if tiles.embedding else 2 * spec.hidden_size
+    )
     position = 2 * tiles.num_layers * tiles.lanes * tiles.kv_heads * 2 * tiles.head_dim
     words = 2 * 4 * columns * tiles.total_words  # and zeros to begin with
     return MemoryPlan(weights, position, num_slots, tiles.max_context, words)
@@ -66,8 +70,11 @@ def allocate(
         def get(name: str) -> Tensor:
             return bring(weights.load(name))
 
-        embed = get("embed").to(dtype).contiguous()
         narrow = partial(load_narrow, weights, bring)
+        if tiles.embedding:  # a head that is tied is narrow, too
+            embed = narrow_table(narrow("embed"), spec).view(dtype)
+        else:
+            embed = get("embed").to(dtype).contiguous()
         arena = _pack(schedule, tiles, get, narrow, embed, dtype, device)
         gains = [
             _planes(get(f"layers.{i}.{name}"))

@@ -22,6 +22,7 @@ from kog_triton.backends.triton.kernel.columns import (
     store_qkv,
     vectors,
 )
+from kog_triton.backends.triton.kernel.embedding import embedded
 from kog_triton.backends.triton.kernel.residual import DELAYED, OWN, ask_reduce, biased
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,
@@ -110,8 +111,11 @@ def feed(pos, count, slot, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
             x += received(layer, lane, t, i, inside, p, S, 1)
         elif layer == 0:
             token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + t)
-            row = p.half_embed + token.to(tl.int64) * S.hidden_size
-            x = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
+            if S.has_narrow_embedding:
+                x = embedded(token, i, p, S)
+            else:
+                row = p.half_embed + token.to(tl.int64) * S.hidden_size
+                x = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
         else:
             x = tl.load(stream, mask=inside, other=0.0)
             x += received(layer - 1, lane, t, i, inside, p, S, 3)

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.chunk import run_prompts, run_prompts_apart
+from kog_triton.backends.triton.kernel.embedding import load_embedding
 from kog_triton.backends.triton.kernel.head import choose, keep, no_candidate, score
 from kog_triton.backends.triton.kernel.layer import run_layer
 from kog_triton.backends.triton.kernel.matvec import either, first_tiles
 from kog_triton.backends.triton.kernel.pointers import given
-from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains
+from kog_triton.backends.triton.kernel.residual import load_gains
 from kog_triton.backends.triton.kernel.sample import argmax
 from kog_triton.backends.triton.kernel.slots import (
     ALL_LOGITS,

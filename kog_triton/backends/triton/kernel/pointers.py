@@ -16,7 +16,7 @@ class Pointers(NamedTuple):
     # ---- the model ----
     weights: Any  # int32: layers, then the head, in tiles
     half_weights: Any  # the same memory, in the model's 16-bit type
-    embed: Any  # int32 [vocab, hidden / 2]
+    embed: Any  # int32 [vocab, hidden / 2, or words of an `EmbeddingRow`]
     half_embed: Any  # the same memory
     gains: Any  # float32 [2 * layers + 1, lanes or 1, 2 planes, hidden / 2]
     biases: Any  # float32: a layer's qkv, o, gate_up, down rows of every lane

@@ -13,10 +13,8 @@ from kog_triton.backends.triton.kernel.words import (
     POLLED,
     fine_pairs,
     half_bits,
-    high,
     in_columns,
     load_polled,
-    low,
     pack_f32,
     plane_index,
     plane_tiles,
@@ -35,17 +33,6 @@ from kog_triton.model.spec import Reduce
 NOW: tl.constexpr = tl.constexpr(int(Reduce.NOW))
 OWN: tl.constexpr = tl.constexpr(int(Reduce.OWN))
 DELAYED: tl.constexpr = tl.constexpr(int(Reduce.DELAYED))
-
-
-@triton.jit
-def load_embedding(token, p, S: tl.constexpr):
-    HALF: tl.constexpr = S.hidden_size // 2
-    x = ()
-    for c in tl.static_range(plane_tiles(S)):
-        j = plane_index(c, S)
-        w = tl.load(p.embed + token.to(tl.int64) * HALF + j, mask=j < HALF, other=0)
-        x = x + (low(w, S), high(w, S))
-    return x
 
 
 @triton.jit

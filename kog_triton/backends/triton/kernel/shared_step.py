@@ -17,6 +17,7 @@ import triton.language as tl
 from kog_triton.backends.triton.kernel.attention import ask_constants, join_heads, walk_splits
 from kog_triton.backends.triton.kernel.chunk import gather
 from kog_triton.backends.triton.kernel.codes import store_parts
+from kog_triton.backends.triton.kernel.embedding import load_embedding
 from kog_triton.backends.triton.kernel.head import (
     choose,
     head_rows,
@@ -30,7 +31,6 @@ from kog_triton.backends.triton.kernel.matvec import either, first_tiles, kept, 
 from kog_triton.backends.triton.kernel.pointers import Given, given
 from kog_triton.backends.triton.kernel.residual import (
     join,
-    load_embedding,
     load_gains,
     publish_rows,
     rms_norm,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kog_triton.backends.triton.kernel.attention import ask_constants, attention
+from kog_triton.backends.triton.kernel.embedding import load_embedding
 from kog_triton.backends.triton.kernel.head import (
     CONCAT,
     VOCAB_PARALLEL,
@@ -21,7 +22,7 @@ from kog_triton.backends.triton.kernel.head import (
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, module, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import first_tiles, rowwise
 from kog_triton.backends.triton.kernel.pointers import given
-from kog_triton.backends.triton.kernel.residual import load_embedding, load_gains, rms_norm, rounded
+from kog_triton.backends.triton.kernel.residual import load_gains, rms_norm, rounded
 from kog_triton.backends.triton.kernel.words import diagnose_timeout, plane_index, plane_tiles
 
 
