@@ -105,9 +105,7 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
             out = Path(folder) / name
             try:
                 quantize_checkpoint(args.model, out, name)
-            except (
-                Exception
-            ) as error:  # a format that does not divide this model is part of the table
+            except Exception as error:  # a format that does not divide this model is part of the table
                 absent.append({"format": name, "why": str(error)})
                 continue
             rows.append(judge(name, Checkpoint.open(out), windows, own)[0])
@@ -182,9 +180,7 @@ def stream(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{args.shape}: {written / 1e9:.2f} GB written", flush=True)
         argv = ["--model", f"{home}/wide", "--out", f"{home}/narrow", "--format", args.format]
         began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, *argv], stdout=subprocess.PIPE, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", CHILD, *argv], stdout=subprocess.PIPE, text=True, check=True)
         seconds = time.perf_counter() - began
         narrow = Checkpoint.open(f"{home}/narrow")
         result = sum(p.stat().st_size for p in Path(home, "narrow").glob("*.safetensors"))

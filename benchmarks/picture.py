@@ -92,9 +92,7 @@ def bar(row: dict[str, Any], y: float) -> list[str]:
     name = BACKENDS.get(row["name"]) or PEERS[row["name"]]
     rate, share = row["host"]["tokens_per_s"], row["floor"]["measured_mbu"]
     length, base = share * AXIS, y + BAR - 6.5
-    drawn = (
-        f'<rect x="{LEFT}" y="{y:g}" width="{length:.1f}" height="{BAR}" rx="3" class="{kind}"/>'
-    )
+    drawn = f'<rect x="{LEFT}" y="{y:g}" width="{length:.1f}" height="{BAR}" rx="3" class="{kind}"/>'
     pale = f'dx="7" class="{"muted" if share < OUTSIDE else "pale"}"'
     said = f'<tspan class="b">{rate:,.0f}</tspan><tspan {pale}>{share:.0%}</tspan>'
     if share < OUTSIDE:
@@ -108,8 +106,7 @@ def told(shown: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
     return " ".join(
         f"{SHAPES[record['model']['name']]}: memory allows {allowed(rows[0]):,.0f} tokens/s; "
         + ", ".join(
-            f"{BACKENDS.get(row['name']) or PEERS[row['name']]} {row['host']['tokens_per_s']:,.0f}"
-            for row in rows
+            f"{BACKENDS.get(row['name']) or PEERS[row['name']]} {row['host']['tokens_per_s']:,.0f}" for row in rows
         )
         + "."
         for record, rows in shown

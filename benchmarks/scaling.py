@@ -59,11 +59,7 @@ def _measured(record: Any) -> list[Measured]:
         raise ValueError("no decode on a GPU")
     bandwidth = record["bandwidth"]["measured"] / gpus
     shape, depth, tokens = record["model"]["name"], test["prompt_tokens"], test["tokens"]
-    rates = [
-        row["device"]["tokens_per_s"]
-        for row in record["rows"]
-        if row["name"] == "cuda" and row["device"]
-    ]
+    rates = [row["device"]["tokens_per_s"] for row in record["rows"] if row["name"] == "cuda" and row["device"]]
     if not rates:
         raise ValueError("it has no times of the cuda backend")
     named_shape(shape)
@@ -76,9 +72,7 @@ def best_fit(rows: Sequence[Measured]) -> tuple[float, float]:
     def misses(blend: float, kept: float) -> float:
         return sum(np.log(row.predicted(blend, kept) / row.rate) ** 2 for row in rows)
 
-    return min(
-        ((float(b), float(k)) for b in BLENDS for k in KEPTS), key=lambda pair: misses(*pair)
-    )
+    return min(((float(b), float(k)) for b in BLENDS for k in KEPTS), key=lambda pair: misses(*pair))
 
 
 def table(rows: Sequence[Measured], blend: float, kept: float) -> str:
@@ -95,9 +89,7 @@ def table(rows: Sequence[Measured], blend: float, kept: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+", metavar="RECORD")
     parser.add_argument("--fit", nargs="+", default=[], metavar="SHAPE")
     args = parser.parse_args(argv)

@@ -15,9 +15,7 @@ def main() -> None:
         for delta in stream:
             print(delta.text, end="", flush=True)
         answer = stream.output().outputs[0]
-        print(
-            f"\n[{len(answer.token_ids)} tokens, ended by {answer.finish_reason}]", file=sys.stderr
-        )
+        print(f"\n[{len(answer.token_ids)} tokens, ended by {answer.finish_reason}]", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -54,19 +54,13 @@ def clear(names: Sequence[str]) -> list[Path]:
 
 def _body(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="kog cache", description="List or clear what is kept between runs.")
-    parser.add_argument(
-        "action", nargs="?", choices=("list", "clear"), default="list", help="default: list"
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="which to clear (default: all that are kog's)"
-    )
+    parser.add_argument("action", nargs="?", choices=("list", "clear"), default="list", help="default: list")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which to clear (default: all that are kog's)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
     if args.action == "clear":
         gone = clear(args.names)
-        print(
-            json.dumps([str(file) for file in gone]) if args.json else f"{len(gone)} files deleted"
-        )
+        print(json.dumps([str(file) for file in gone]) if args.json else f"{len(gone)} files deleted")
         return 0
     if args.names:
         raise RequestError(f"list takes no names: {args.names[0]!r} is for clear")

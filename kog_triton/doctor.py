@@ -57,10 +57,7 @@ def examine(model: str | None = None, revision: str | None = None) -> dict[str, 
         "findings": findings(),
         "backends": [asdict(candidate) for candidate in survey()],
         "demo": {"path": str(demo), "present": (demo / "config.json").is_file()},
-        "optional": {
-            name: {"version": installed_version(name), "for": what}
-            for name, what in OPTIONAL.items()
-        },
+        "optional": {name: {"version": installed_version(name), "for": what} for name, what in OPTIONAL.items()},
         "memory": memory(),
         "caches": [cache_found(cache) for cache in caches()],
     }
@@ -211,8 +208,7 @@ def report(found: dict[str, Any]) -> str:
     lines.append(", ".join(f"{name} {v or '(not installed)'}" for name, v in packages))
     lines += ["", "GPUs"]
     lines += [
-        f"  {i}  {g['name']}  {g['arch']}  {g['memory_bytes'] / 1e9:.0f} GB"
-        + (f"  {g['share']}" if g["share"] else "")
+        f"  {i}  {g['name']}  {g['arch']}  {g['memory_bytes'] / 1e9:.0f} GB" + (f"  {g['share']}" if g["share"] else "")
         for i, g in enumerate(found["gpus"])
     ] or [f"  none seen by torch {found['packages']['torch'] or '(not installed)'}"]
     if found["unseen_gpu"]:
@@ -246,9 +242,7 @@ def _surroundings(found: dict[str, Any]) -> list[str]:
     if held["total_bytes"] is None:
         lines.append("  not known here")
     else:
-        lines.append(
-            f"  {held['available_bytes'] / 1e9:,.1f} GB free of {held['total_bytes'] / 1e9:,.1f}"
-        )
+        lines.append(f"  {held['available_bytes'] / 1e9:,.1f} GB free of {held['total_bytes'] / 1e9:,.1f}")
     lines += ["", "optional packages"]
     for name, package in found["optional"].items():
         lines.append(f"  {name:<14}{package['version'] or '(not installed)':<17}{package['for']}")
@@ -262,9 +256,7 @@ def _surroundings(found: dict[str, Any]) -> list[str]:
 
 
 def _body(argv: Sequence[str] | None) -> int:
-    parser = Parser(
-        prog="kog doctor", description="Show what can run on this machine, and what is missing."
-    )
+    parser = Parser(prog="kog doctor", description="Show what can run on this machine, and what is missing.")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_checkpoint(parser, ": also what each backend would do with it")
     args = parser.parse_args(argv)

@@ -117,9 +117,7 @@ class Engine:
         self._paused = False
         self._inside = False  # the backend is at work
         self.failures = 0  # calls of the backend in a row that it ended by an error of its own
-        self._unready: Unready | None = (
-            None  # the backend, while it may have something to make ready
-        )
+        self._unready: Unready | None = None  # the backend, while it may have something to make ready
         self._thread: threading.Thread | None = None
         self._num_posted = 0
         self._num_uses = 0
@@ -238,9 +236,7 @@ class Engine:
     def _check_process(self) -> None:
         """Before the lock, which a thread of the parent may have held at the fork."""
         if self.forked:
-            raise RunError(
-                "the LLM was opened before this process was forked: open one in this process"
-            )
+            raise RunError("the LLM was opened before this process was forked: open one in this process")
 
     def _check_open(self) -> None:
         if self.closed:
@@ -276,10 +272,7 @@ class Engine:
         """
         ids = claim.request.prompt[:-1] if claim.request.prompt_logprobs is None else ()
         free = self._free_slots()
-        kept = {
-            slot.index: common_prefix(slot.tokens, ids) if slot.salt == claim.salt else 0
-            for slot in free
-        }
+        kept = {slot.index: common_prefix(slot.tokens, ids) if slot.salt == claim.salt else 0 for slot in free}
         worth = [s for s in free if 0 < len(s.tokens) <= 2 * kept[s.index]]
         if worth:
             slot = max(worth, key=lambda s: (kept[s.index], -len(s.tokens), -s.last_used))
@@ -452,9 +445,7 @@ def check_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         for i, token in enumerate(token_ids)
         if not (hasattr(token, "__index__") and 0 <= operator.index(token) < vocab_size)
     )
-    raise RequestError(
-        f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}"
-    )
+    raise RequestError(f"prompt token {position} is {shown(token)}: ids run from 0 to {vocab_size - 1}")
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

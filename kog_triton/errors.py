@@ -77,9 +77,7 @@ def run_error(error: BaseException) -> KogError:
         return error
     # torch's own error for it, known by name: this module imports no torch
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-        return DeviceError(
-            f"out of memory: {first_line(error)}: try again, or with a shorter prompt"
-        )
+        return DeviceError(f"out of memory: {first_line(error)}: try again, or with a shorter prompt")
     found = RunError(f"the backend failed: {type(error).__name__}: {error}")
     found.__cause__ = error
     return found

@@ -72,9 +72,7 @@ def open_llm(args: argparse.Namespace, tokenizer: "Tokenizer | None" = None) -> 
         spec = llm.checkpoint.spec
         size = f"{spec.num_parameters / 1e6:,.1f} M parameters"
         size += f", {spec.narrow_formats}" if spec.narrow else ""
-        say(
-            f"model   {llm.checkpoint.folder} ({spec.family}, {size}), loaded in {llm.load_s:.2f} s"
-        )
+        say(f"model   {llm.checkpoint.folder} ({spec.family}, {size}), loaded in {llm.load_s:.2f} s")
     return llm
 
 
@@ -105,9 +103,7 @@ def _body(argv: Sequence[str] | None) -> int:
         return _generate(args, llm, params, prompt)
 
 
-def _generate(
-    args: argparse.Namespace, llm: "LLM", params: "SamplingParams", prompt: str | Mapping[str, Any]
-) -> int:
+def _generate(args: argparse.Namespace, llm: "LLM", params: "SamplingParams", prompt: str | Mapping[str, Any]) -> int:
     """One prompt: stream its text, or its samples one after the other; then show and record the figures."""
     from kog_triton.cli.arguments import write_text
     from kog_triton.cli.interactive import show, show_samples

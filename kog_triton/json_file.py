@@ -30,10 +30,7 @@ def in_lines(value: Any, levels: int, depth: int = 0) -> str:
     """JSON whose objects and lists have an item a line, down to so many levels; what is deeper has no spaces."""
     if depth == levels or not value or not isinstance(value, dict | list):
         return json.dumps(value, separators=(",", ":"))
-    inner = [
-        in_lines(one, levels, depth + 1)
-        for one in (value.values() if isinstance(value, dict) else value)
-    ]
+    inner = [in_lines(one, levels, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
     if isinstance(value, dict):
         inner = [f"{json.dumps(name)}: {text}" for name, text in zip(value, inner, strict=True)]
     first, last = "{}" if isinstance(value, dict) else "[]"

@@ -155,9 +155,7 @@ class LLM:
         override = dict(override_generation_config or {})
         SamplingParams.from_generation_config(override)  # refused now
         if unknown := sorted(set(override) - set(READ)):
-            raise RequestError(
-                f"override_generation_config.{unknown[0]} is not supported: have {', '.join(READ)}"
-            )
+            raise RequestError(f"override_generation_config.{unknown[0]} is not supported: have {', '.join(READ)}")
         self._chat_template = template_text(chat_template)
         self._shares_prefixes = enable_prefix_caching is not False
         self._logs_stats = not disable_log_stats
@@ -187,9 +185,7 @@ class LLM:
         elif isinstance(tokenizer, Tokenizer):
             self.tokenizer = tokenizer
         elif tokenizer is not None:
-            self.tokenizer = Tokenizer.load(
-                model_folder(tokenizer, tokenizer_revision, download_dir, TOKENIZER_FILES)
-            )
+            self.tokenizer = Tokenizer.load(model_folder(tokenizer, tokenizer_revision, download_dir, TOKENIZER_FILES))
         else:
             self.tokenizer = load_tokenizer(self.checkpoint)
         options = BackendOptions(
@@ -222,9 +218,7 @@ class LLM:
             Peak.of(gpu, running.num_devices) if gpu else None,
             max_waiting,
         )
-        if gpu_memory_utilization is not None and not (
-            gpu and getattr(running, "plans_memory", False)
-        ):
+        if gpu_memory_utilization is not None and not (gpu and getattr(running, "plans_memory", False)):
             warnings.warn(
                 f"LLM: gpu_memory_utilization is ignored: the {running.name} backend"
                 f"{'' if gpu else ' on a CPU'} does not plan its memory",
@@ -316,10 +310,7 @@ class LLM:
             raise RequestError("detokenize is False: tool_call_parser needs text")
         each = [replace(p, skip_special_tokens=False) for p in each]
         outputs = self.generate(prompts, each, use_tqdm=use_tqdm)
-        return [
-            replace(o, outputs=[_with_tool_calls(c, tool_call_parser) for c in o.outputs])
-            for o in outputs
-        ]
+        return [replace(o, outputs=[_with_tool_calls(c, tool_call_parser) for c in o.outputs]) for o in outputs]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generation:
         """Start one prompt; iterate over the result for `Delta`s, the last with the output.
@@ -371,9 +362,7 @@ class LLM:
         """
         ids = self.engine.check_ids(token_ids)
         if len(ids) > self.engine.max_context:
-            raise RequestError(
-                f"{len(ids)} tokens do not fit the context of {self.engine.max_context}"
-            )
+            raise RequestError(f"{len(ids)} tokens do not fit the context of {self.engine.max_context}")
         with self.engine.paused():
             return self.engine.backend.forward_logits(ids)
 
@@ -441,9 +430,7 @@ class LLM:
     def _start(self, job: Job, sample_idx: int = 0) -> Generation:
         engine = self.engine
         claim = engine.start(job, sample_idx)
-        figures = partial(
-            measure, spec=engine.backend.spec, backend=engine.backend.name, peak=engine.peak
-        )
+        figures = partial(measure, spec=engine.backend.spec, backend=engine.backend.name, peak=engine.peak)
         return Generation(
             claim,
             job.prompt,
@@ -454,9 +441,7 @@ class LLM:
             job.request_id,
         )
 
-    def _run(
-        self, jobs: list[Job], use_tqdm: bool | Callable[..., Any] | None
-    ) -> list[RequestOutput]:
+    def _run(self, jobs: list[Job], use_tqdm: bool | Callable[..., Any] | None) -> list[RequestOutput]:
         """Every sample of every job, as many in line at once as there are slots."""
         waiting = deque((j, s) for j, job in enumerate(jobs) for s in range(job.params.n))
         running: dict[tuple[int, int], Generation] = {}

@@ -60,17 +60,13 @@ def template_text(said: str | Path | None) -> str | None:
         ) from error
 
 
-def one_each(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> Sequence[SamplingParams]:
+def one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
     """A SamplingParams for each of `count` prompts."""
     if isinstance(params, SamplingParams):
         return [params] * count
     each: list[Any] = list(params) if isinstance(params, Iterable) else [params]
     if not all(isinstance(p, SamplingParams) for p in each):
-        raise RequestError(
-            "sampling_params must be a SamplingParams, or a list with one for each prompt"
-        )
+        raise RequestError("sampling_params must be a SamplingParams, or a list with one for each prompt")
     if len(each) != count:
         raise RequestError(f"{len(each)} sampling params for {count} prompts: give one for each")
     return each

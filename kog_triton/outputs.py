@@ -41,9 +41,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None  # "stop", "length", "abort" or "tool_calls"; None while it runs
     stop_reason: int | str | None = None  # the stop string or stop token id; None for end of text
-    logprobs: list[dict[int, Logprob]] | None = (
-        None  # one a token: the chosen id, then the likeliest
-    )
+    logprobs: list[dict[int, Logprob]] | None = None  # one a token: the chosen id, then the likeliest
     cumulative_logprob: float | None = None
     tool_calls: list[ToolCall] | None = None  # None if no parser was asked for
 

@@ -65,9 +65,7 @@ def plan_hip(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> HipLowering:
     backend: Any = find_backend("hip")
     refuse_narrow(backend, schedule.spec)
     if gpu.vendor != "amd":
-        raise DeviceError(
-            f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x"
-        )
+        raise DeviceError(f"the hip backend is for AMD GPUs, and {gpu.name} is not: --device mi300x")
     backend.check_count(schedule.num_ranks)
     lowering = lower_hip(schedule, gpu, asked_blocks(schedule, gpu, num_blocks))
     check_schedule(schedule)
@@ -108,9 +106,7 @@ def weight_bytes(schedule: Schedule, stage: Stage, repeat: int) -> int:
     """The model's weight bytes of a stage, over all runs and ranks, with the scales of narrow weights."""
     spec = schedule.spec
     return sum(
-        spec.weight_bytes(canonical(stage, weight, layer))
-        for layer in range(repeat)
-        for weight in stage.weights
+        spec.weight_bytes(canonical(stage, weight, layer)) for layer in range(repeat) for weight in stage.weights
     )
 
 
@@ -139,11 +135,7 @@ def summary(partition: Partition, gpu: Gpu) -> str:
                 f"{partition.ring_slot_bytes} bytes of a block at once; {fragments}"
             )
     else:
-        total = sum(
-            weight_bytes(s, stage, segment.repeat)
-            for segment, stage in s.walk()
-            if stage.op is Op.MATVEC
-        )
+        total = sum(weight_bytes(s, stage, segment.repeat) for segment, stage in s.walk() if stage.op is Op.MATVEC)
         per_gpu = -(-total // s.num_ranks)
         why = "--backend hip shows the lowering of AMD GPUs"
         if s.spec.narrow:
@@ -188,10 +180,7 @@ def placement(lowering: HipLowering) -> str:
     ]
     where = " of GPU 0" if lowering.schedule.num_ranks > 1 else ""
     many = "about as many" if lowering.num_blocks % lowering.gpu.dies else "as many"
-    head = (
-        f"Placed by the XCC_ID that each block reads at every launch; with {many} blocks on each "
-        f"XCD{where}:"
-    )
+    head = f"Placed by the XCC_ID that each block reads at every launch; with {many} blocks on each XCD{where}:"
     return "\n".join([head, *lines, *gathering(lowering)])
 
 
@@ -245,9 +234,7 @@ def tiles_table(schedule: Schedule, tiles: Tiles, gpu: Gpu, model: str) -> Table
     """One row a matrix stage: its tiles, rows by words along K, and what a token reads of them."""
     names = ["stage", "runs", "rows", "cols", "blocks", "rows/block", "tile rows x words"]
     names += ["KB on its way", "MB/token", "pad", "roofline us"]
-    table = plain_table(
-        names, f"{model} ({schedule.spec.family}) by Triton on {gpu.name}, one token"
-    )
+    table = plain_table(names, f"{model} ({schedule.spec.family}) by Triton on {gpu.name}, one token")
     for t, (repeat, real, read) in zip(tiles.stages, tile_bytes(schedule, tiles), strict=True):
         blocks = tiles.num_blocks if t.name == "lm_head" else tiles.group
         words = " + ".join(f"{n} x {t.widths[k]}" if n > 1 else f"{t.widths[k]}" for k, n in t.runs)
@@ -281,31 +268,22 @@ def bytes_on_their_way(t: StageTiles) -> int:
 
 def tiles_summary(schedule: Schedule, tiles: Tiles, gpu: Gpu) -> str:
     """Floor and ceiling of the whole step, in words."""
-    real, read = (
-        sum(column) for column in list(zip(*tile_bytes(schedule, tiles), strict=True))[1:]
-    )
+    real, read = (sum(column) for column in list(zip(*tile_bytes(schedule, tiles), strict=True))[1:])
     roofline = read / gpu.bandwidth
     return (
         f"{read / 1e9:.3f} GB a token, {read / real - 1:.1%} of it padding; "
         f"{gpu.bandwidth / 1e12:.2f} TB/s (datasheet) allow {1 / roofline:,.0f} tokens/s: "
         f"{roofline * 1e6:.0f} us a token, KV cache not counted.\n"
         f"{tiles.num_blocks} blocks, {tiles.splits} splits of the context for a KV head of {tiles.kv_heads}; "
-        f"{schedule.spec.kv_bytes_per_position:,} bytes of KV cache a position."
-        + shortage(schedule, real, gpu, ())
+        f"{schedule.spec.kv_bytes_per_position:,} bytes of KV cache a position." + shortage(schedule, real, gpu, ())
     )
 
 
 def _body(argv: Sequence[str] | None) -> int:
-    parser = Parser(
-        prog="kog plan", description="Show how a model is laid out on a GPU, without a GPU."
-    )
+    parser = Parser(prog="kog plan", description="Show how a model is laid out on a GPU, without a GPU.")
     add_model(parser)
-    parser.add_argument(
-        "--device", default="h200", help=f"a GPU: {', '.join(GPUS)} (default: h200)"
-    )
-    parser.add_argument(
-        "--gpus", type=positive, default=1, metavar="N", help="how many (default: 1)"
-    )
+    parser.add_argument("--device", default="h200", help=f"a GPU: {', '.join(GPUS)} (default: h200)")
+    parser.add_argument("--gpus", type=positive, default=1, metavar="N", help="how many (default: 1)")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -316,9 +294,7 @@ def _body(argv: Sequence[str] | None) -> int:
         choices=("cuda", "hip", "triton"),
         help="whose plan (default: cuda's, triton's where cuda does not run; for an AMD GPU rows dealt out evenly)",
     )
-    parser.add_argument(
-        "--blocks", type=positive, default=0, metavar="N", help="of a GPU, with --backend hip"
-    )
+    parser.add_argument("--blocks", type=positive, default=0, metavar="N", help="of a GPU, with --backend hip")
     args = parser.parse_args(own_words(parser, argv, {"--weights": "--format FORMAT"}))
     if args.blocks and args.backend != "hip":
         parser.error("--blocks goes with --backend hip")
@@ -334,9 +310,7 @@ def _body(argv: Sequence[str] | None) -> int:
         console.write_line(tiles_summary(schedule, tiles, gpu))
         return 0
     if backend == "cuda" and gpu.vendor != "nvidia":
-        raise DeviceError(
-            f"the cuda backend is for NVIDIA GPUs, and {gpu.name} is not: --backend hip, or triton"
-        )
+        raise DeviceError(f"the cuda backend is for NVIDIA GPUs, and {gpu.name} is not: --backend hip, or triton")
     if backend == "cuda" and (refused := not_compiled_for(gpu.name, gpu.arch)):
         raise DeviceError(refused.why("cuda"))
     partition = plan_hip(schedule, gpu, args.blocks) if backend == "hip" else plan(schedule, gpu)

@@ -31,27 +31,15 @@ TOKENS, DEPTH, SEED = 4, 32, 0
 
 
 def build_parser() -> Parser:
-    parser = Parser(
-        prog="kog profile", description="Show where the time of a decode step goes, span by span."
-    )
+    parser = Parser(prog="kog profile", description="Show where the time of a decode step goes, span by span.")
     add_checkpoint(parser, shape="random weights")
-    parser.add_argument(
-        "--backend", default="auto", metavar="NAME", help=", ".join(backend_names())
-    )
+    parser.add_argument("--backend", default="auto", metavar="NAME", help=", ".join(backend_names()))
     parser.add_argument("--device", default="", help="nvidia, amd or a GPU such as h200")
-    parser.add_argument(
-        "--gpus", type=positive, default=1, metavar="N", help="how many (%(default)s)"
-    )
-    parser.add_argument(
-        "--depth", type=positive, default=DEPTH, metavar="N", help="ids of the prompt (%(default)s)"
-    )
-    parser.add_argument(
-        "--tokens", type=positive, default=TOKENS, metavar="N", help="to record (%(default)s)"
-    )
+    parser.add_argument("--gpus", type=positive, default=1, metavar="N", help="how many (%(default)s)")
+    parser.add_argument("--depth", type=positive, default=DEPTH, metavar="N", help="ids of the prompt (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=TOKENS, metavar="N", help="to record (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace for Perfetto")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="also draw the last token (needs matplotlib)"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the last token (needs matplotlib)")
     return parser
 
 
@@ -70,9 +58,7 @@ def _open_weights(args: Namespace) -> tuple[str, WeightSource]:
     from kog_triton.checkpoint.folder import Checkpoint
     from kog_triton.demo import checkpoint_path
 
-    return Path(model).name if model else "demo", Checkpoint.open(
-        model or checkpoint_path(), args.revision
-    )
+    return Path(model).name if model else "demo", Checkpoint.open(model or checkpoint_path(), args.revision)
 
 
 def _body(argv: Sequence[str] | None) -> int:
@@ -82,16 +68,12 @@ def _body(argv: Sequence[str] | None) -> int:
             check_output(flag, file)
     choice = choose(args.backend, args.device)
     if not issubclass(choice.backend, Profiler):
-        raise DeviceError(
-            f"the {choice.name} backend takes no stamps: choose --backend cuda on a Hopper GPU"
-        )
+        raise DeviceError(f"the {choice.name} backend takes no stamps: choose --backend cuda on a Hopper GPU")
     if args.gpus > 1 and not issubclass(choice.backend, RankProfiler):
         raise DeviceError(f"the {choice.name} backend takes stamps of one GPU: leave --gpus out")
     if args.picture:
         if args.gpus > 1:
-            raise RequestError(
-                "--picture draws one GPU: leave --gpus out, or write a trace with --out"
-            )
+            raise RequestError("--picture draws one GPU: leave --gpus out, or write a trace with --out")
         from kog_triton.profiling.picture import need_matplotlib
 
         need_matplotlib()
@@ -151,9 +133,7 @@ def _tell(
     show(recording, line, figures(recording, line), gpu, head)
 
 
-def _tell_ranks(
-    recording: RankRecording, about: dict[str, Any], out: Path | None, gpu: Gpu | None, head: str
-) -> None:
+def _tell_ranks(recording: RankRecording, about: dict[str, Any], out: Path | None, gpu: Gpu | None, head: str) -> None:
     from kog_triton.profiling.ranks import rank_timeline, rank_trace
     from kog_triton.profiling.show import show_ranks
     from kog_triton.profiling.trace import write

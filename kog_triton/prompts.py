@@ -92,9 +92,7 @@ def _ids(given: Any) -> list[Any]:
         given = given.tolist()
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         return list(given)
-    raise RequestError(
-        f'a prompt is text, token ids or {{"prompt_token_ids": [...]}}, not {type(given).__name__}'
-    )
+    raise RequestError(f'a prompt is text, token ids or {{"prompt_token_ids": [...]}}, not {type(given).__name__}')
 
 
 def _encode(text: str, engine: Engine) -> list[int]:
@@ -112,6 +110,4 @@ def _check_same(text: str, ids: Sequence[int], engine: Engine) -> None:
 
     same = [_encode(text, engine), engine.tokenizer.encode(text, add_special_tokens=False)]
     if list(ids) not in same and squeezed(ids) not in map(squeezed, same):
-        raise RequestError(
-            f"prompt and prompt_token_ids disagree: leave out one (the ids read {shown(read(ids))})"
-        )
+        raise RequestError(f"prompt and prompt_token_ids disagree: leave out one (the ids read {shown(read(ids))})")

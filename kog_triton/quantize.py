@@ -40,9 +40,7 @@ COPIED = (
 )
 
 
-def quantize_checkpoint(
-    model: str | Path, out: Path, format_name: str, revision: str | None = None
-) -> dict[str, Any]:
+def quantize_checkpoint(model: str | Path, out: Path, format_name: str, revision: str | None = None) -> dict[str, Any]:
     """Write the narrow checkpoint; what was done: `tensors`, `bytes_read`, `bytes_written`, `seconds`.
 
     ModelError for a model that is not read, or whose matrices the format does not divide; RequestError for a folder
@@ -60,9 +58,7 @@ def quantize_checkpoint(
     try:
         out.mkdir(parents=True)
     except FileExistsError as error:
-        raise RequestError(
-            f"--out {out}: {error.strerror}: name a folder that is not there yet"
-        ) from error
+        raise RequestError(f"--out {out}: {error.strerror}: name a folder that is not there yet") from error
     except OSError as error:
         raise RequestError(f"--out {out}: it cannot be created there: {error.strerror}") from error
     try:
@@ -141,9 +137,7 @@ def _is_projection(name: str) -> bool:
     return name.startswith("layers.") and name.endswith("_proj")
 
 
-def _tensors(
-    checkpoint: "Checkpoint", name: str, stored: str, format_name: str
-) -> "list[tuple[str, torch.Tensor]]":
+def _tensors(checkpoint: "Checkpoint", name: str, stored: str, format_name: str) -> "list[tuple[str, torch.Tensor]]":
     """What the new checkpoint holds of one weight; in memory of its own, unless it is too large for a second copy."""
     from kog_triton.checkpoint.folder import interleaved_rows
     from kog_triton.checkpoint.formats.compressed_writer import stored_tensors

@@ -59,17 +59,13 @@ def build_parser() -> Parser:
         "--prefill", default="auto", choices=PREFILLS,
         help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
     )  # fmt: skip
-    what.add_argument(
-        "--blocks", type=positive, metavar="N", help="of a GPU (hip only; MI300X: 256, up to 304)"
-    )
+    what.add_argument("--blocks", type=positive, metavar="N", help="of a GPU (hip only; MI300X: 256, up to 304)")
     what.add_argument("--seed", type=int, help="make a session repeatable")
     where = parser.add_argument_group("address")
     where.add_argument("--host", default="127.0.0.1", help="(default: this machine alone)")
     where.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
     where.add_argument("--uds", type=Path, help="a socket file instead of host and port")
-    where.add_argument(
-        "--api-key", nargs="+", default=None, metavar="KEY", help="(default: $KOG_API_KEY)"
-    )
+    where.add_argument("--api-key", nargs="+", default=None, metavar="KEY", help="(default: $KOG_API_KEY)")
     chat = parser.add_argument_group("conversations")
     chat.add_argument("--chat-template", metavar="FILE|TEXT", help="instead of the model's own")
     chat.add_argument(
@@ -82,9 +78,7 @@ def build_parser() -> Parser:
         help="auto, none, hermes, llama3_json, mistral, qwen3_coder",
     )
     chat.add_argument("--reasoning-parser", default="auto", help="auto, none, think")
-    chat.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="always on; taken for vLLM's sake"
-    )
+    chat.add_argument("--enable-auto-tool-choice", action="store_true", help="always on; taken for vLLM's sake")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--max-num-queued-reqs",
@@ -143,9 +137,7 @@ def parse(argv: Sequence[str] | None) -> "Settings":
         from kog_triton.server.run import Settings
         from kog_triton.text.answer import check_parsers
     except ModuleNotFoundError as error:
-        raise RequestError(
-            f"kog serve needs {error.name}: pip install 'kog-triton[serve]'"
-        ) from error
+        raise RequestError(f"kog serve needs {error.name}: pip install 'kog-triton[serve]'") from error
     check_parsers(args.tool_call_parser, args.reasoning_parser)
     keys = args.api_key if args.api_key is not None else [os.environ.get("KOG_API_KEY", "")]
     return Settings(

@@ -117,11 +117,7 @@ def stage_inputs(spec: ModelSpec, stage: str, layer: int, tokens: int, cached: i
         "mlp": (s, tokens, spec.intermediate_size // s),
         "y": (1, tokens, spec.hidden_size * (s if spec.head is Head.CONCAT else 1)),
     }
-    state = {
-        name: torch.randn(shapes[name], generator=g)
-        for name in STAGE_READS[stage]
-        if name in shapes
-    }
+    state = {name: torch.randn(shapes[name], generator=g) for name in STAGE_READS[stage] if name in shapes}
     if stage == "embed":
         return {"token_ids": torch.randint(spec.vocab_size, (tokens,), generator=g)}
     if "delayed" in state:

@@ -157,9 +157,7 @@ def names() -> dict[str, list[str]]:
     return table
 
 
-def check_others(
-    where: str, given: Mapping[str, Any], own: Callable[..., Any], level: int = 3
-) -> None:
+def check_others(where: str, given: Mapping[str, Any], own: Callable[..., Any], level: int = 3) -> None:
     """What a caller gave `where`, whose own parameters are those of `own`, beside them.
 
     RequestError for what vLLM has and kog_triton does not offer, TypeError for what neither has; UserWarning for

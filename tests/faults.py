@@ -126,9 +126,7 @@ def asked(argv: list[str]) -> tuple[Fault, ...]:
         if not any(word in f.what for f in FAULTS):
             parser.error(f"{word!r} stands in no fault's sentence: --list prints them")
     wanted = args.words or [""]
-    faults = tuple(
-        f for f in FAULTS if f.quick >= args.quick and any(word in f.what for word in wanted)
-    )
+    faults = tuple(f for f in FAULTS if f.quick >= args.quick and any(word in f.what for word in wanted))
     if not faults:
         parser.error(f"none of the quick faults has {' or '.join(map(repr, wanted))} in it")
     if args.list:
@@ -182,15 +180,11 @@ def described(one: Drawn) -> str:
     """A drawn fault: its place, and the lines that it changes, in one line of text."""
     old = (ROOT / "kog_triton" / one.path).read_text().splitlines()
     lines = [*difflib.unified_diff(old, one.changed.splitlines(), lineterm="", n=0)][3:]
-    before, after = (
-        " ".join(x[1:].strip() for x in lines if x.startswith(sign)) for sign in ("-", "+")
-    )
+    before, after = (" ".join(x[1:].strip() for x in lines if x.startswith(sign)) for sign in ("-", "+"))
     return f"{one.path}:{one.line}  {before}  ->  {after}"
 
 
-Case = tuple[
-    str, Sequence[str], Callable[[Path], bool]
-]  # its sentence, its tests, how it is tried in a tree
+Case = tuple[str, Sequence[str], Callable[[Path], bool]]  # its sentence, its tests, how it is tried in a tree
 
 
 def tried(cases: Sequence[Case], workers: int, quick: bool = False) -> int:

@@ -84,21 +84,15 @@ class CudaBackend(PromptsBeside):
             gpu = unseen_gpu()
             if gpu is not None and not not_compiled_for(gpu.name, gpu.arch):
                 return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
-            return Availability(
-                False, "torch sees no NVIDIA GPU", "run on a machine with a Hopper GPU"
-            )
+            return Availability(False, "torch sees no NVIDIA GPU", "run on a machine with a Hopper GPU")
         name, arch = torch.cuda.get_device_name(), arch_of(*torch.cuda.get_device_capability())
         if refused := not_compiled_for(name, arch):
             return refused
         try:
             compiler_name()
         except DeviceError as error:
-            return Availability(
-                False, str(error), 'pip install "kog-triton[cuda]"', lacks_software=True
-            )
-        return Availability(
-            True, by_name_only="" if arch == HOPPER else f"it has not run on {arch} yet"
-        )
+            return Availability(False, str(error), 'pip install "kog-triton[cuda]"', lacks_software=True)
+        return Availability(True, by_name_only="" if arch == HOPPER else f"it has not run on {arch} yet")
 
     @classmethod
     def why_not_narrow(cls, spec: ModelSpec) -> str:
@@ -117,9 +111,7 @@ class CudaBackend(PromptsBeside):
                 f"the {self.name} backend reads 16-bit weights, and these are fp32: choose --dtype bf16 or fp16"
             )
         if self.spec.kv_dtype not in (None, self.spec.dtype):
-            raise ModelError(
-                f"the {self.name} backend keeps keys and values in the type of the weights"
-            )
+            raise ModelError(f"the {self.name} backend keeps keys and values in the type of the weights")
         free_what_was_kept()
         self.devices, self.gpu = self._open_devices()
         self.device = self.devices[0]
@@ -133,9 +125,7 @@ class CudaBackend(PromptsBeside):
         self.placing: Placing | None = None  # likewise
         self._kernels: list[Kernel | RankKernel] = []
         self._blank: dict[int, torch.Tensor] = {}  # zeros, by rank
-        self._ahead: dict[
-            tuple[int, str], tuple[Layout, bytes]
-        ] = {}  # by the layout's id, which lives on here
+        self._ahead: dict[tuple[int, str], tuple[Layout, bytes]] = {}  # by the layout's id, which lives on here
         self.layout = self._lay_out(num_blocks)
         lowering = self.layout.lowering
         self._check_memory()
@@ -233,9 +223,7 @@ class CudaBackend(PromptsBeside):
     def _allocate(self, weights: WeightSource) -> Ranks:
         return allocate_ranks(self.layout, weights, self.options.num_slots, self.devices)
 
-    def _make_columns(
-        self, layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]
-    ) -> ColumnKernel:
+    def _make_columns(self, layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]) -> ColumnKernel:
         return make_kernel(layout, kernel, devices)
 
     def _open_kernel(self, source: str, entry: str, layout: Layout) -> RankKernel:
@@ -344,9 +332,7 @@ class CudaBackend(PromptsBeside):
         with self._entry.at_once():
             return self._stage_runner().run(stage, layer, state)
 
-    def time_stage(
-        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
-    ) -> list[float]:
+    def time_stage(self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]) -> list[float]:
         with self._entry.at_once():
             runner = self._stage_runner()
             runner.run(stage, layer, state, before)
@@ -400,8 +386,7 @@ class CudaBackend(PromptsBeside):
     def _check_profile(self, prompt: Sequence[int], tokens: int) -> None:
         if len(prompt) + tokens > self.max_context:
             raise RequestError(
-                f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of "
-                f"{self.max_context}"
+                f"{len(prompt)} prompt tokens and {tokens} more do not fit the context of {self.max_context}"
             )
 
     def _profile(
@@ -539,9 +524,7 @@ class CudaBackend(PromptsBeside):
         finished.synchronize()
         check_launch(ranks, self.layout, finished)
 
-    def _launch_heads(
-        self, slots: Sequence[int], step: ColumnKernel | None = None
-    ) -> tuple[Layout, Finished]:
+    def _launch_heads(self, slots: Sequence[int], step: ColumnKernel | None = None) -> tuple[Layout, Finished]:
         """Start the kernel of heads on slots whose `streams` are there: a step of each, or one of all together."""
         if step is not None:
             return self._launch_slots(slots, 1, step)

@@ -31,9 +31,7 @@ class ColumnKernel:
         return sum(tensor.nbytes for tensor in (*self.words, *self.scores))
 
 
-def make_kernel(
-    layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]
-) -> ColumnKernel:
+def make_kernel(layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]) -> ColumnKernel:
     size, vocab = layout.total_words, layout.lowering.schedule.spec.vocab_size
     words = [torch.zeros(size, dtype=torch.int32, device=d) for d in devices]
     scores = [torch.zeros(1 + layout.columns, vocab, device=d) for d in devices]

@@ -122,9 +122,7 @@ def by_library(library: Any, of: Library, text: str, source: str, flags: Sequenc
 
     def call(name: str, *arguments: Any) -> None:
         if status := ask(name, *arguments):
-            words = (
-                f"{of.prefix}{name}: {(ask('GetErrorString', status) or b'').decode()} ({status})"
-            )
+            words = f"{of.prefix}{name}: {(ask('GetErrorString', status) or b'').decode()} ({status})"
             raise Refused(f"{of.name} refuses the kernel: {words}\n{log()}")
 
     def log() -> str:

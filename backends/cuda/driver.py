@@ -67,9 +67,7 @@ class Kernel:
             finished.record(stream)
             return finished
 
-    def queued(
-        self, blocks: int, threads: int, argument: ctypes.Structure
-    ) -> Callable[[int], None]:
+    def queued(self, blocks: int, threads: int, argument: ctypes.Structure) -> Callable[[int], None]:
         """What puts a launch on a stream, by its address, with `argument` as it then is. The launch may start before
         the last one there has ended: the kernel itself waits for it (include/kog/prompt/hopper.h)."""
         attribute = LaunchAttribute(EARLY)
@@ -86,9 +84,7 @@ class Kernel:
 
         return queue
 
-    def time(
-        self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]
-    ) -> float:
+    def time(self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]) -> float:
         """Launch and wait for the end; seconds on the GPU from what `before` has queued to the end."""
         with torch.cuda.device(self._device):
             before()

@@ -80,9 +80,7 @@ def check_peers(count: int) -> None:
         asked = os.environ.get(name, "").lower()
         for what in MAPPED_FOR_ONE if count > 1 else ():
             if what in asked:
-                raise DeviceError(
-                    f"{name} asks for {what}, memory that other GPUs do not reach: leave it out"
-                )
+                raise DeviceError(f"{name} asks for {what}, memory that other GPUs do not reach: leave it out")
 
 
 def reach_all(count: int) -> None:

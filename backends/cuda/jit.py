@@ -79,9 +79,7 @@ def compile_cubin(
             _begun.pop(named[-1], None)
 
 
-def _begin(
-    text: str, source: str, flags: Sequence[str], compiler: str, key: str
-) -> Future[bytes] | None:
+def _begin(text: str, source: str, flags: Sequence[str], compiler: str, key: str) -> Future[bytes] | None:
     """The cubin on its way; None if it is kept."""
     with _lock:
         begun = _begun.get(key)

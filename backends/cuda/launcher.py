@@ -59,9 +59,7 @@ class CudaLauncher:
     prompt: Callable[[Request], PromptRun | None]
     admit: Callable[[Request, int], None]
     score: Callable[[Request, int, int], np.ndarray]
-    run: Callable[
-        [Sequence[int], int, ColumnKernel | None, RankKernel | None], tuple[Layout, Finished]
-    ]
+    run: Callable[[Sequence[int], int, ColumnKernel | None, RankKernel | None], tuple[Layout, Finished]]
     heads: Callable[[Sequence[int], ColumnKernel | None], tuple[Layout, Finished]]
     gave_up: Callable[[], str]
     aside: Callable[[], AbstractContextManager[object]]

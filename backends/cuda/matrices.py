@@ -38,9 +38,7 @@ class ArenaMatrices(Unpacked):
     def unpack(self, layer: int, stage: str) -> Tensor:
         found = self._lowering.schedule.stage(stage)
         if self._unpacking is not None:
-            return order_fragments(
-                self._lowering, found, self._unpacking.run(layer, stage).view(self._dtype)
-            )
+            return order_fragments(self._lowering, found, self._unpacking.run(layer, stage).view(self._dtype))
         if (stage, layer) not in self._places:
             units = unit_places(self._lowering, found, layer, self._first[stage, layer])
             places = fragment_places(self._lowering, found, units)

@@ -81,9 +81,7 @@ class Memory:
     profile: Tensor
     clocks: Tensor
 
-    def pointers(
-        self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor
-    ) -> protocol.Pointers:
+    def pointers(self, slots: Sequence[int], limit: int, most_steps: int, **others: Tensor) -> protocol.Pointers:
         """The kernel's argument for a launch that serves `slots` round robin, for `most_steps` at most.
 
         `others` stand in for tensors of the same name.
@@ -98,9 +96,7 @@ class Memory:
         plane = math.prod(self.cache.shape[-2:])
         return protocol.Pointers(*addresses, limit, most_steps, positions, plane, len(slots), order)
 
-    def write_request(
-        self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int
-    ) -> None:
+    def write_request(self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int) -> None:
         """Lay a request into a slot, to be computed from position `start` on, in the stream's order.
 
         words uint32, from `request_words.encode`.
@@ -109,9 +105,7 @@ class Memory:
         for rows, values in self.pieces_of(words, prompt, start):
             upload(torch.from_numpy(values), rows[slot, : values.size])
 
-    def pieces_of(
-        self, words: np.ndarray, prompt: Sequence[int], start: int
-    ) -> list[tuple[Tensor, np.ndarray]]:
+    def pieces_of(self, words: np.ndarray, prompt: Sequence[int], start: int) -> list[tuple[Tensor, np.ndarray]]:
         """What a kernel reads of a request: int32 values, and the tensor whose row of the slot begins with them."""
         return [
             (self.request, words.view(np.int32)),
@@ -161,9 +155,7 @@ def plan_of(layout: Layout, num_slots: int, rank: int = 0) -> MemoryPlan:
     return MemoryPlan(arena + embed, position, num_slots, layout.max_context)
 
 
-def allocate(
-    layout: Layout, weights: WeightSource, num_slots: int, device: torch.device, rank: int = 0
-) -> Memory:
+def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torch.device, rank: int = 0) -> Memory:
     lo = layout.lowering
     spec = lo.schedule.spec
     dtype = HALF[spec.dtype]
@@ -172,9 +164,7 @@ def allocate(
         return torch.nn.functional.pad(t, (0, -t.shape[-1] % 4)).contiguous()
 
     # Beside the weights: of a context of 131,072 it takes a thread the better part of a second.
-    rope = Background(1).submit(
-        rope_table, spec.rope, spec.head_dim, rope_positions(layout.max_context)
-    )
+    rope = Background(1).submit(rope_table, spec.rope, spec.head_dim, rope_positions(layout.max_context))
     with WeightUpload(device) as bring:
 
         def get(name: str) -> Tensor:
@@ -188,9 +178,7 @@ def allocate(
             embed = get("embed").to(dtype)
             table = padded(embed)
         gains = [
-            get(f"layers.{i}.{name}").float()
-            for i in range(spec.num_layers)
-            for name in ("attention_norm", "mlp_norm")
+            get(f"layers.{i}.{name}").float() for i in range(spec.num_layers) for name in ("attention_norm", "mlp_norm")
         ]
         gains.append(get("norm").float())
         gains = [gain * scale for gain, scale in zip(gains, _gain_scales(lo), strict=True)]
@@ -284,16 +272,12 @@ def pack_arena(
     return arena.view(-1).view(torch.uint8)
 
 
-def _pack_wide(
-    lo: CudaLowering, stage: Stage, layer: int, rank: int, blocks: list[int], w: Tensor
-) -> Tensor:
+def _pack_wide(lo: CudaLowering, stage: Stage, layer: int, rank: int, blocks: list[int], w: Tensor) -> Tensor:
     packed: Tensor = pack_blocks(lo, stage, layer, blocks, rank, w)
     return packed.reshape(*packed.shape[:2], -1)
 
 
-def _pack_narrow(
-    lo: CudaLowering, stage: Stage, layer: int, rank: int, blocks: list[int], w: NarrowMatrix
-) -> Tensor:
+def _pack_narrow(lo: CudaLowering, stage: Stage, layer: int, rank: int, blocks: list[int], w: NarrowMatrix) -> Tensor:
     packed: Tensor = pack_narrow(lo, stage, layer, blocks, rank, w)
     return packed.view(torch.int16)
 
@@ -342,9 +326,7 @@ def _place(
             arena[..., : packed.shape[2]][index] = packed
 
 
-def _biases(
-    lo: CudaLowering, get: Load, get_narrow: LoadNarrow, device: torch.device, rank: int
-) -> Tensor:
+def _biases(lo: CudaLowering, get: Load, get_narrow: LoadNarrow, device: torch.device, rank: int) -> Tensor:
     """float32 [layers, rows], then of the head those that the rank scores: of every stage its biases, then what
     multiplies its sums (`row_scales`), shard by shard, in the order in which rows are dealt out."""
     schedule = lo.schedule
@@ -364,10 +346,7 @@ def _biases(
             if not stage.biases:
                 parts.append(torch.zeros(schedule.num_shards * stage.rows, device=device))
             else:
-                tensors = [
-                    shard_bias(schedule, stage, get(canonical(stage, b, layer)))
-                    for b in stage.biases
-                ]
+                tensors = [shard_bias(schedule, stage, get(canonical(stage, b, layer))) for b in stage.biases]
                 parts.append(_dealt(stage, torch.cat(tensors, 1)))
             parts += row_scales(stage, layer)
     return torch.cat([*parts, *row_scales(schedule.stage("lm_head"), 0)])
@@ -391,8 +370,5 @@ def _qk_gains(lo: CudaLowering, get: Load, device: torch.device) -> Tensor:
     spec = lo.schedule.spec
     if not spec.qk_norm:
         return torch.zeros(1, device=device)
-    layers = [
-        torch.stack([get(f"layers.{i}.{n}_norm").float() for n in "qk"])
-        for i in range(spec.num_layers)
-    ]
+    layers = [torch.stack([get(f"layers.{i}.{n}_norm").float() for n in "qk"]) for i in range(spec.num_layers)]
     return torch.stack(layers).contiguous()

@@ -11,9 +11,7 @@ from kog_triton.schedule.shards import canonical, shard_matrix
 Tensor = torch.Tensor
 
 
-def narrow_matrices(
-    lo: CudaLowering, stage: Stage, layer: int, get: LoadNarrow
-) -> list[NarrowMatrix]:
+def narrow_matrices(lo: CudaLowering, stage: Stage, layer: int, get: LoadNarrow) -> list[NarrowMatrix]:
     """A stage's codes and scales, a shard each: the matrices that the stage stacks, one above the other. Of the head
     one, all of it."""
     parts = [get(canonical(stage, name, layer)) for name in stage.weights]
@@ -23,9 +21,7 @@ def narrow_matrices(
         by_row = torch.cat([_shard_groups(lo, stage, t) for t in of_rows], -2).contiguous()
         return by_row.view(torch.uint8).unflatten(-1, (-1, by_row.element_size()))
 
-    codes = torch.cat(
-        [shard_matrix(lo.schedule, stage, part.codes.view(torch.uint8)) for part in parts], -2
-    )
+    codes = torch.cat([shard_matrix(lo.schedule, stage, part.codes.view(torch.uint8)) for part in parts], -2)
     scales = stored([part.scales for part in parts])
     beside = [part.offsets for part in parts if part.offsets is not None]
     if not beside:

@@ -132,18 +132,14 @@ def check_reports(reports: list[list[int]]) -> None:
 class _Rank:
     """One GPU's memory."""
 
-    def __init__(
-        self, device: torch.device, words: int, empty: int, blocks: int, floats: int, streams: bool
-    ) -> None:
+    def __init__(self, device: torch.device, words: int, empty: int, blocks: int, floats: int, streams: bool) -> None:
         self.words = torch.full((words,), empty, dtype=torch.int32, device=device)
         self.report = torch.zeros(REPORT_WORDS, dtype=torch.int32, device=device)
         self.found = torch.zeros(blocks, floats, device=device)
         self.times = torch.zeros(blocks, 2, dtype=torch.int64, device=device)
         size = WEIGHT_BYTES if streams else 0
         self.weights = torch.zeros(size, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(
-            device
-        )  # peers write the words of a rank as soon as their kernels run
+        torch.cuda.synchronize(device)  # peers write the words of a rank as soon as their kernels run
 
     def argument(self, comm: Comm, epoch: int, uses: int, vectors: int) -> Argument:
         tensors = (self.found, self.times, self.weights)

@@ -48,8 +48,7 @@ def _in_order(lowering: CudaLowering, options: BackendOptions) -> list[tuple[str
     meanwhile."""
     cores = len(os.sched_getaffinity(0))
     early, whole, several, deep = (
-        [(render(layout), source) for source, layout in kernels]
-        for kernels in _kernels(lowering, options)
+        [(render(layout), source) for source, layout in kernels] for kernels in _kernels(lowering, options)
     )
     if not early:
         return [*whole, *several, *deep][: max(1, cores - 1)]

@@ -70,15 +70,12 @@ class ArenaProducts:
         self._unpacked = ArenaMatrices(lowering, arena, dtype, unpacking)
         self._most = torch.cuda.get_device_properties(arena.device).multi_processor_count
         kernels = product_kernels(lowering)
-        self._kernels: Mapping[ProductKernel, Kernel] = {
-            k: load(k, "kog_product", k.shared_bytes) for k in kernels
-        }
+        self._kernels: Mapping[ProductKernel, Kernel] = {k: load(k, "kog_product", k.shared_bytes) for k in kernels}
         self._arrange = load(kernels[0], "kog_arrange", 0)
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule) if takes(lowering, s)}
         table, at = group_tables(lowering, self._stages)
         self._row_scales = {
-            (name, layer): biases.data_ptr() + row_scales_at(lowering, name, layer, rank)
-            for name, layer in at
+            (name, layer): biases.data_ptr() + row_scales_at(lowering, name, layer, rank) for name, layer in at
         }
         self._table = torch.from_numpy(table).to(arena.device)
         begin, row = self._table.data_ptr(), self._table.stride(0) * self._table.element_size()

@@ -92,9 +92,7 @@ class PromptsBeside:
         for text in texts:
             compile_cubin(*text, self.gpu.arch)
 
-    def _open_library(
-        self, weights: WeightSource, lowering: CudaLowering
-    ) -> LibraryPrefill | RankPrefill | None:
+    def _open_library(self, weights: WeightSource, lowering: CudaLowering) -> LibraryPrefill | RankPrefill | None:
         if not wants_library(self.options, self.device):
             return None
         held = [

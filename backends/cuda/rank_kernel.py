@@ -45,13 +45,9 @@ def missing_of(launch: Finished | None) -> Mapping[int, str]:
 class RankKernel:
     """One function of a cubin on `devices`, a rank each."""
 
-    def __init__(
-        self, cubin: bytes, name: str, shared_bytes: int, devices: Sequence[torch.device]
-    ) -> None:
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._kernels = [
-            self._open(cubin, name, shared_bytes, rank) for rank in range(len(devices))
-        ]
+        self._kernels = [self._open(cubin, name, shared_bytes, rank) for rank in range(len(devices))]
 
     def _open(self, cubin: bytes, name: str, shared_bytes: int, rank: int) -> Any:
         """The function on the GPU of a rank, with the methods of driver.py's Kernel."""
@@ -78,9 +74,7 @@ class RankKernel:
                 missing[rank] = str(error)
         return RankLaunch(ends, missing)
 
-    def time(
-        self, blocks: int, threads: int, argument: Structure, before: Callable[[], None]
-    ) -> float:
+    def time(self, blocks: int, threads: int, argument: Structure, before: Callable[[], None]) -> float:
         """As `Kernel.time`, on the first GPU."""
         seconds: float = self._kernels[0].time(blocks, threads, argument, before)
         return seconds

@@ -23,9 +23,7 @@ class Ranks:
     def first(self) -> Memory:
         return self.each[0]
 
-    def write_request(
-        self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int
-    ) -> None:
+    def write_request(self, slot: int, words: np.ndarray, prompt: Sequence[int], start: int) -> None:
         """As `Memory.write_request`, for every rank."""
         for memory in self.each:
             memory.write_request(slot, words, prompt, start)
@@ -38,9 +36,7 @@ class Ranks:
             if memory is not self.first:
                 memory.states[slot].copy_(self.first.states[slot])
 
-    def arguments(
-        self, slots: Sequence[int], limit: int, most_steps: int, **others: torch.Tensor
-    ) -> list[Pointers]:
+    def arguments(self, slots: Sequence[int], limit: int, most_steps: int, **others: torch.Tensor) -> list[Pointers]:
         """Of a launch of all ranks (`Memory.pointers`)."""
         if len(self.each) == 1:
             return [self.first.pointers(slots, limit, most_steps, **others)]
@@ -53,14 +49,10 @@ class Ranks:
 
     def changed(self, change: Callable[[int], dict[str, Any]]) -> "Ranks":
         """With other tensors of some names, which `change` gives for a rank."""
-        return Ranks(
-            tuple(replace(memory, **change(rank)) for rank, memory in enumerate(self.each))
-        )
+        return Ranks(tuple(replace(memory, **change(rank)) for rank, memory in enumerate(self.each)))
 
 
-def allocate_ranks(
-    layout: Layout, weights: WeightSource, num_slots: int, devices: Sequence[torch.device]
-) -> Ranks:
+def allocate_ranks(layout: Layout, weights: WeightSource, num_slots: int, devices: Sequence[torch.device]) -> Ranks:
     """One Memory a device."""
     return _sharing([allocate(layout, weights, num_slots, d, r) for r, d in enumerate(devices)])
 

@@ -48,9 +48,7 @@ def outputs_bytes(schedule: Schedule) -> int:
 class RankEnd(Outputs):
     """One rank's end. A pass calls `send` and then `all`, each as often on every rank."""
 
-    def __init__(
-        self, rank: int, schedule: Schedule, memory: "Sequence[EndMemory]", ready: Ready, limit: int
-    ) -> None:
+    def __init__(self, rank: int, schedule: Schedule, memory: "Sequence[EndMemory]", ready: Ready, limit: int) -> None:
         self._own, self.index = memory[rank], 0
         self._places = places_of(schedule)
         ranks = len(memory)
@@ -140,14 +138,10 @@ class PushedExchange:
 
     meets = True
 
-    def __init__(
-        self, schedule: Schedule, devices: Sequence[torch.device], ready: Ready, limit: int
-    ) -> None:
+    def __init__(self, schedule: Schedule, devices: Sequence[torch.device], ready: Ready, limit: int) -> None:
         assert takes(schedule)
         self._memory = [EndMemory(schedule, device) for device in devices]
-        self.ends = [
-            RankEnd(rank, schedule, self._memory, ready, limit) for rank in range(len(devices))
-        ]
+        self.ends = [RankEnd(rank, schedule, self._memory, ready, limit) for rank in range(len(devices))]
         self._devices, self._number, self._open = devices, 0, False
         self._told = 0  # the last exchange that was told to have been waited for in vain
 
@@ -178,18 +172,13 @@ class PushedExchange:
     def gave_up(self) -> str:
         """What a pass has waited for in vain that was not told before; waits for GPUs. "" if all came."""
         each = [(memory.gave_up.tolist(), rank) for rank, memory in enumerate(self._memory)]
-        new = [
-            (number, rank, word) for (number, word), rank in each if number >> 16 > self._told >> 16
-        ]
+        new = [(number, rank, word) for (number, word), rank in each if number >> 16 > self._told >> 16]
         if not new:
             return ""
         self._told = max(new)[0]
         number, rank, word = min(new)  # of what others gave up for
         where = "its end" if number & LAST == LAST else f"exchange {number & LAST}"
-        return (
-            f"a wait of a prompt's pass expired: rank {rank}, {where}: nothing from rank "
-            f"{word // BLOCKS}"
-        )
+        return f"a wait of a prompt's pass expired: rank {rank}, {where}: nothing from rank {word // BLOCKS}"
 
     @property
     def nbytes(self) -> int:

@@ -39,14 +39,11 @@ def record(
         launch()
         steps_ns.append(np.diff(ranks.first.outbox[0, :tokens, 1].numpy()))
     return [
-        recording_of(layout, m.profile.cpu().numpy(), m.clocks.cpu().numpy(), steps_ns[0].copy())
-        for m in ranks.each
+        recording_of(layout, m.profile.cpu().numpy(), m.clocks.cpu().numpy(), steps_ns[0].copy()) for m in ranks.each
     ]
 
 
-def recording_of(
-    layout: Layout, stamps: np.ndarray, clocks: np.ndarray, plain_step_ns: np.ndarray
-) -> Recording:
+def recording_of(layout: Layout, stamps: np.ndarray, clocks: np.ndarray, plain_step_ns: np.ndarray) -> Recording:
     """Of one rank; stamps and clocks as in Memory, whose rows of tokens rotate."""
     layers = layout.lowering.schedule.spec.num_layers
     order = np.argsort(stamps[:, 0, 0, 0, 0, 0])

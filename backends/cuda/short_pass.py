@@ -86,10 +86,7 @@ def link_shapes(ranks: int, hidden: int) -> list[tuple[tuple[int, ...], torch.dt
 def links_of(devices: Sequence[torch.device], hidden: int) -> list[Link]:
     """A rank's on each device."""
     shapes = link_shapes(len(devices), hidden)
-    return [
-        Link(*(torch.zeros(shape, dtype=dtype, device=d) for shape, dtype in shapes))
-        for d in devices
-    ]
+    return [Link(*(torch.zeros(shape, dtype=dtype, device=d) for shape, dtype in shapes)) for d in devices]
 
 
 class Linked(NamedTuple):
@@ -103,15 +100,11 @@ class Linked(NamedTuple):
 class PassKernels:
     """`Ready` on one GPU; `keep` gets every kernel that is opened."""
 
-    def __init__(
-        self, dtype: DType, arch: str, device: torch.device, keep: Callable[[Kernel], object]
-    ) -> None:
+    def __init__(self, dtype: DType, arch: str, device: torch.device, keep: Callable[[Kernel], object]) -> None:
         self._functions, self._arch, self._device, self._keep = functions(dtype), arch, device, keep
         self._opened: dict[tuple[ProductKernel, str], Kernel] = {}
 
-    def __call__(
-        self, kernel: ProductKernel, name: str, blocks: int, threads: int, call: Structure
-    ) -> Queue:
+    def __call__(self, kernel: ProductKernel, name: str, blocks: int, threads: int, call: Structure) -> Queue:
         if (kernel, name) not in self._opened:
             header, source, shared = self._functions[kernel, name]
             cubin = compile_cubin(header, source, self._arch)
@@ -122,9 +115,7 @@ class PassKernels:
         return self._opened[kernel, name].queued(blocks, threads, call)
 
 
-def workspace(
-    lowering: CudaLowering, slots: int, most: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def workspace(lowering: CudaLowering, slots: int, most: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and types of what a pass holds beside the model; `in_...` is a stage's x. Arguments: see ShortPass."""
     schedule, spec = lowering.schedule, lowering.schedule.spread
     half = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}[lowering.schedule.spec.dtype]
@@ -185,17 +176,13 @@ class ShortPass:
         self._groups, self._embed, self._rope, self._layers = groups, embed, rope, layers
         self._cache, self._streams, self._make_ready = cache, streams, ready
         self._stages = {s.name: s for s in layer_matrices(lowering.schedule)}
-        self._cuts = {
-            n: cut_of(s.rows, lowering.padded_k(s), most) for n, s in self._stages.items()
-        }
+        self._cuts = {n: cut_of(s.rows, lowering.padded_k(s), most) for n, s in self._stages.items()}
         device = arena.device
         tables = {n: torch.from_numpy(cut.table()).to(device) for n, cut in self._cuts.items()}
         self._tables: Mapping[str, Tensor] = tables
         self._most_prompts = most_prompts(len(cache))
         shapes = workspace(lowering, len(cache), most).items()
-        held = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes
-        }
+        held = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes}
         self._words, self._x, self._q = held["words"], held["x"], held["q"]
         self._parts = held["parts"]
         self._in: Mapping[str, Tensor] = {n: held[f"in_{n}"] for n in self._stages}
@@ -211,9 +198,7 @@ class ShortPass:
         total = sum(len(p.tokens) for p in prompts)
         return total <= MOST_TOKENS and len(prompts) <= self._most_prompts
 
-    def write(
-        self, prompts: Sequence[ShortPrompt], number: int = 0, stream: int | None = None
-    ) -> ProductKernel:
+    def write(self, prompts: Sequence[ShortPrompt], number: int = 0, stream: int | None = None) -> ProductKernel:
         """Lay prompts out for a pass, in the order of the current stream; the pass that is to run them.
 
         number  of the pass, on several GPUs: above 0, larger than that of the pass before, the same on all
@@ -235,8 +220,7 @@ class ShortPass:
         words[-1, 0] = number
         flat, home = words.reshape(-1), self._words.data_ptr()
         pieces = [
-            (home + 4 * first, flat[first : first + PLACE_THREADS])
-            for first in range(0, flat.size, PLACE_THREADS)
+            (home + 4 * first, flat[first : first + PLACE_THREADS]) for first in range(0, flat.size, PLACE_THREADS)
         ]
         if stream is None or not self._staging.put(pieces, stream):
             upload(torch.from_numpy(words), self._words)
@@ -305,9 +289,7 @@ class ShortPass:
         """Of a pass."""
         return 2 * len(self._layers)
 
-    def _joins(
-        self, kernel: ProductKernel, layer: int, name: str, gain: Tensor | None, to: str
-    ) -> list[Queue]:
+    def _joins(self, kernel: ProductKernel, layer: int, name: str, gain: Tensor | None, to: str) -> list[Queue]:
         """Behind a module: its sums to x, those of all ranks where there are several."""
         if self.linked is None:
             return [self._join(kernel, layer, name, gain, to)]
@@ -360,9 +342,7 @@ class ShortPass:
         )
         return self._make_ready(kernel, "kog_product", cut.blocks, kernel.threads, call)
 
-    def _join(
-        self, kernel: ProductKernel, layer: int, name: str, gain: Tensor | None, to: str
-    ) -> Queue:
+    def _join(self, kernel: ProductKernel, layer: int, name: str, gain: Tensor | None, to: str) -> Queue:
         """Behind a product, or without a name at the first layer: residual and norm, or the last token's streams."""
         call = self._join_call(layer, name, gain, to)
         return self._make_ready(kernel, "kog_join", kernel.tokens, JOIN_THREADS, call)

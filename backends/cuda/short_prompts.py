@@ -32,9 +32,7 @@ class ShortRun(PromptRun):
 
     def __init__(self, owner: "ShortPrompts", prompt: ShortPrompt) -> None:
         end = len(prompt.tokens)
-        super().__init__(
-            0, end, self._queue, nullcontext, owner.device, Rate(), short=True, others=owner.others
-        )
+        super().__init__(0, end, self._queue, nullcontext, owner.device, Rate(), short=True, others=owner.others)
         self.meets = bool(owner.others)
         self.prompt, self._owner = prompt, owner
         self._along: list[ShortRun] = []
@@ -73,9 +71,7 @@ class ShortPrompts:
         self.device, *self.others = (one.device for one in passes)
         self._graphs: dict[ProductKernel, list[torch.cuda.CUDAGraph]] = {}
         self._to_capture = list(SHORT_KERNELS) if self.device.type == "cuda" else []
-        self._number = self._told = (
-            0  # of the last pass, and of the last that was told to have waited in vain
-        )
+        self._number = self._told = 0  # of the last pass, and of the last that was told to have waited in vain
         self.last_ended: Callable[[], bool] = lambda: True  # that pass has, on the first GPU
 
     def takes(self, request: Request) -> bool:

@@ -49,18 +49,14 @@ class StageRunner:
         self.logits = torch.zeros(1, self.spec.vocab_size, device=self.x.device)
         memory.write_request(0, encode_logits(1), [0], 0)
 
-    def run(
-        self, stage: str, layer: int, state: Mapping[str, Any], before: Before = lambda: None
-    ) -> dict[str, Tensor]:
+    def run(self, stage: str, layer: int, state: Mapping[str, Any], before: Before = lambda: None) -> dict[str, Tensor]:
         """RequestError if the model has no such stage. `before` is called before every launch."""
         self._before, self.seconds = before, []
         known = {s.name for _, s in self.schedule.walk()} & set(STAGES)
         if stage not in known:
             raise RequestError(f"the kernel has no stage named {stage!r} in this model")
         if stage == "attention":
-            return self._attention(
-                layer, {name: value.cpu().float() for name, value in state.items()}
-            )
+            return self._attention(layer, {name: value.cpu().float() for name, value in state.items()})
         return run_by_token(stage, state, partial(self._column, stage, layer))
 
     def _column(self, stage: str, layer: int, v: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,9 +87,7 @@ class StageRunner:
             counts = (self.spec.num_heads // self.lanes, *[self.spec.lane_kv_heads] * 2)
             return dict(zip("qkv", qkv.unflatten(1, (-1, d)).split(counts, 1), strict=True))
         if stage == "gate_up_proj":
-            return {
-                "mlp": self._get_pairs(words, "mlp", self.schedule.stage("gate_up_proj").outputs)
-            }
+            return {"mlp": self._get_pairs(words, "mlp", self.schedule.stage("gate_up_proj").outputs)}
         if stage in ("o_proj", "down_proj"):
             return {self._module(stage): self._output(words, stage, layer), "x": self._get_x()}
         if stage == "mix" and self.spec.head is Head.CONCAT:
@@ -115,23 +109,17 @@ class StageRunner:
             words = self._call("attention", layer, words, position=length + t)
             width = self.schedule.stage("attention").outputs
             parts.append(self._get_pairs(words, "attention", width))
-        keys, values = (
-            cache[:, :, :, : length + count, : self.spec.head_dim].float().cpu().unbind(2)
-        )
+        keys, values = cache[:, :, :, : length + count, : self.spec.head_dim].float().cpu().unbind(2)
         return {"attention": torch.stack(parts, 1), "keys": keys, "values": values}
 
-    def _call(
-        self, stage: str, layer: int, words: np.ndarray, token: int = 0, position: int = 0
-    ) -> np.ndarray:
+    def _call(self, stage: str, layer: int, words: np.ndarray, token: int = 0, position: int = 0) -> np.ndarray:
         """Run the kernel on the words given; the words it leaves."""
         m = self.memory
         m.words.copy_(torch.from_numpy(words.view(np.int32)))
         m.error.zero_()
         pointers = m.pointers([0], self._limit, 1, logits=self.logits)
         which = STAGES.index(stage)
-        call = StageCall(
-            pointers, self.x.data_ptr(), self.out.data_ptr(), which, layer, token, position
-        )
+        call = StageCall(pointers, self.x.data_ptr(), self.out.data_ptr(), which, layer, token, position)
         self.seconds.append(self._launch(call, self._before))
         return m.words.cpu().numpy().view(np.uint32)
 
@@ -173,9 +161,7 @@ class StageRunner:
         lanes = [wire.unpack_pair(row, self.spec.dtype)[:width] for row in rows]
         return torch.from_numpy(np.stack(lanes))
 
-    def _put_floats(
-        self, words: np.ndarray, name: str, slot: int, values: Tensor, phase: int
-    ) -> None:
+    def _put_floats(self, words: np.ndarray, name: str, slot: int, values: Tensor, phase: int) -> None:
         rows = self._rows(words, name, values.shape[1], slot)
         rows[:] = wire.pack_f32(values.numpy(), phase)
 
@@ -197,9 +183,7 @@ class StageRunner:
         """A module's output as its rows made it, before it joins the streams."""
         name, how = self._module(stage), self.schedule.reduce(stage, layer)
         if self.layout.regions[name + "_delayed"].stride:
-            return self._get_floats(
-                words, name + "_delayed", self._delayed_slot(stage, 2 * self.spec.delay)[0]
-            )
+            return self._get_floats(words, name + "_delayed", self._delayed_slot(stage, 2 * self.spec.delay)[0])
         if how is Reduce.NOW and self.lanes > 1:
             return self._get_floats(words, name + "_now")
         scale = self.lanes**0.5 if how is Reduce.OWN else 1.0

@@ -18,9 +18,7 @@ def compiler_name() -> str:
     try:
         nvrtc = find_nvrtc()
     except OSError as error:
-        raise DeviceError(
-            f"NVRTC does not load: {first_line(error)}: install cupy-cuda13x again"
-        ) from error
+        raise DeviceError(f"NVRTC does not load: {first_line(error)}: install cupy-cuda13x again") from error
     if nvrtc:
         return nvrtc_name(nvrtc)
     nvcc = shutil.which("nvcc")

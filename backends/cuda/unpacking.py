@@ -25,9 +25,7 @@ Tensor = torch.Tensor
 class Queues(Protocol):
     """Of driver.Kernel."""
 
-    def queued(
-        self, blocks: int, threads: int, argument: ctypes.Structure
-    ) -> Callable[[int], None]: ...
+    def queued(self, blocks: int, threads: int, argument: ctypes.Structure) -> Callable[[int], None]: ...
 
 
 class Unpacking:
@@ -50,9 +48,7 @@ class Unpacking:
         rank: int = 0,
     ) -> None:
         self._lowering, self._biases, self._rank = lowering, biases, rank
-        self.buffer = torch.empty(
-            unpacked_bytes(lowering, stages), dtype=torch.uint8, device=arena.device
-        )
+        self.buffer = torch.empty(unpacked_bytes(lowering, stages), dtype=torch.uint8, device=arena.device)
         first, tables, at = first_ring_slots(lowering), [], 0
         begins: dict[tuple[str, int], int] = {}
         kernels: dict[StreamWeights, Queues] = {}
@@ -91,18 +87,14 @@ class Unpacking:
         device = self.buffer.device
         launch(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
         found = self._lowering.schedule.stage(stage)
-        return self.buffer[
-            : wide_fragments(self._lowering, found) * wide_fragment_bytes(self._lowering)
-        ]
+        return self.buffer[: wide_fragments(self._lowering, found) * wide_fragment_bytes(self._lowering)]
 
     @property
     def nbytes(self) -> int:
         return self.buffer.nbytes + self._fragments.nbytes
 
 
-def fragment_bytes_at(
-    lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray
-) -> np.ndarray:
+def fragment_bytes_at(lowering: CudaLowering, stage: Stage, layer: int, first: np.ndarray) -> np.ndarray:
     """The byte of the arena at which each fragment of all warps of a stage begins, in the order of shards, units and
     K, int64.
 

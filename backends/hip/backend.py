@@ -69,9 +69,7 @@ class HipBackend(CudaBackend):
                 return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
             return Availability(False, str(error), "run on a machine with an MI300X")
         if arch != MI300:
-            return Availability(
-                False, f"{name} is {arch}, and it takes {MI300}", "choose --backend triton"
-            )
+            return Availability(False, f"{name} is {arch}, and it takes {MI300}", "choose --backend triton")
         try:
             count_gpus()
             source_of_code()
@@ -165,9 +163,7 @@ class HipBackend(CudaBackend):
 
         return ranks.changed(seen_by_all)
 
-    def _make_columns(
-        self, layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]
-    ) -> ColumnKernel:
+    def _make_columns(self, layout: Layout, kernel: RankKernel, devices: Sequence[torch.device]) -> ColumnKernel:
         """As `_allocate`."""
         made = super()._make_columns(layout, kernel, devices)
         if len(devices) == 1:

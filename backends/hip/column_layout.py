@@ -79,9 +79,7 @@ class ColumnLayout(HipLayout):
         return max(self.staged_bytes(stage), sums)
 
 
-def lay_out_columns(
-    lowering: HipLowering, max_context: int, columns: int, chunk: bool = False
-) -> ColumnLayout:
+def lay_out_columns(lowering: HipLowering, max_context: int, columns: int, chunk: bool = False) -> ColumnLayout:
     """Regions and LDS for `columns` requests a step, or positions of one prompt if it is a `chunk`; ModelError if they
     do not fit."""
     check_model(lowering)

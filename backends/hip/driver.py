@@ -56,9 +56,7 @@ def load_library() -> ctypes.CDLL:
     """DeviceError if it is not there."""
     place = find_library()
     if place is None:
-        raise DeviceError(
-            f"no HIP runtime: {SONAME} is not there; install ROCm, or set ROCM_PATH to where it lies"
-        )
+        raise DeviceError(f"no HIP runtime: {SONAME} is not there; install ROCm, or set ROCM_PATH to where it lies")
     hip = ctypes.CDLL(place)
     for name in ("hipGetErrorName", "hipGetErrorString"):
         getattr(hip, name).restype = ctypes.c_char_p
@@ -143,16 +141,12 @@ class Unmarked:
 class HipKernel:
     """One function of a code object on one GPU, launched in waves of 64: the methods of cuda/driver.py's Kernel."""
 
-    def __init__(
-        self, code_object: bytes, name: str, shared_bytes: int, device: torch.device, number: int
-    ) -> None:
+    def __init__(self, code_object: bytes, name: str, shared_bytes: int, device: torch.device, number: int) -> None:
         self._hip, self._shared, self._device = load_library(), shared_bytes, device
         self._number = number
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("hipModuleLoadData", ctypes.byref(self._module), code_object)
-        self._call(
-            "hipModuleGetFunction", ctypes.byref(self._function), self._module, name.encode()
-        )
+        self._call("hipModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
 
     def launch(self, blocks: int, threads: int, argument: ctypes.Structure) -> Finished:
         """Start all blocks at once, after what the current stream still does; the end as an event.
@@ -160,9 +154,7 @@ class HipKernel:
         DeviceError if they cannot all be resident; nothing is launched then.
         """
         stream = ctypes.c_void_p(
-            torch.cuda.current_stream(self._device).cuda_stream
-            if self._device.type == "cuda"
-            else None
+            torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
         )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         launched = False
@@ -181,9 +173,7 @@ class HipKernel:
             return Unmarked(self._hip, self._number, stream, str(error))
         return end
 
-    def time(
-        self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]
-    ) -> float:
+    def time(self, blocks: int, threads: int, argument: ctypes.Structure, before: Callable[[], None]) -> float:
         """Launch and wait for the end; seconds by the host's clock, from the end of what `before` has queued."""
         before()
         if self._device.type == "cuda":

@@ -27,9 +27,7 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
         "peers": _said(_peers),
         "compiler": _said(source_of_code),
         "compilers": compilers_in_words(),
-        "backend": f"ready, by name alone: {seen.by_name_only}"
-        if seen.ok
-        else f"{seen.reason}; {seen.advice}",
+        "backend": f"ready, by name alone: {seen.by_name_only}" if seen.ok else f"{seen.reason}; {seen.advice}",
         "self-test": _said(lambda: f"passed; {xcds_in_words(xcds())}") if seen.ok else "not run",
     }
 

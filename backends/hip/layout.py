@@ -23,9 +23,7 @@ from kog_triton.schedule.hip import THREADS, HipLowering
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
-STATIC_BYTES = (
-    128  # of LDS that the compiler lays out: what each wave brings to a barrier (include/kog/ptx.h)
-)
+STATIC_BYTES = 128  # of LDS that the compiler lays out: what each wave brings to a barrier (include/kog/ptx.h)
 
 
 class HipLayout(Layout):
@@ -70,6 +68,4 @@ def lay_out_hip(lowering: HipLowering, max_context: int) -> HipLayout:
             f"activations and partial sums take {needed} bytes of LDS: {lowering.gpu.name} has {room} for them"
         )
     scratch = next((whole for whole in (inside, over_sums) if whole <= left), left)
-    return HipLayout(
-        lowering, max_context, kernel, splits, scratch, 0, threads=THREADS, small_bytes=small
-    )
+    return HipLayout(lowering, max_context, kernel, splits, scratch, 0, threads=THREADS, small_bytes=small)

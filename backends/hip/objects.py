@@ -29,9 +29,7 @@ def source_of_code() -> str:
     if not folder:
         return toolchain.compiler_name()
     if not Path(folder).is_dir():
-        raise DeviceError(
-            f"no code objects: {FOLDER} is {folder}, which is no folder; set it to one, or take it away"
-        )
+        raise DeviceError(f"no code objects: {FOLDER} is {folder}, which is no folder; set it to one, or take it away")
     return f"{len([*Path(folder).glob(f'*{SUFFIX}')])} code objects in {folder} ({FOLDER})"
 
 

@@ -73,7 +73,5 @@ def uncached(count: int, device: torch.device, number: int) -> torch.Tensor:
     on_cpu = device.type != "cuda"
     tensor = torch.as_tensor(np.asarray(memory) if on_cpu else memory, device=device)
     if tensor.data_ptr() != memory.address.value:
-        raise DeviceError(
-            "torch makes a copy of memory that all GPUs see: choose --gpus 1, and report this"
-        )
+        raise DeviceError("torch makes a copy of memory that all GPUs see: choose --gpus 1, and report this")
     return tensor.zero_()

@@ -51,9 +51,7 @@ def _header(spec: ModelSpec, gpu: Gpu, context: int, num_gpus: int, num_blocks: 
     return render(lay_out_hip(lower_hip(build(spec, num_gpus), gpu, num_blocks), context))
 
 
-def column_layouts(
-    spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int = 1, num_blocks: int = 0
-) -> list[Layout]:
+def column_layouts(spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int = 1, num_blocks: int = 0) -> list[Layout]:
     """Of prompts in chunks, and of all counts of requests that may share a step."""
     lowering = lower_hip(build(spec, num_gpus), gpu, num_blocks)
     chunks = layout_of_chunks(lowering, max_context, POSITIONS, lay_out_columns)

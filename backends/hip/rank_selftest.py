@@ -69,9 +69,7 @@ def check_ranks(devices: tuple[torch.device, ...], gpu: Gpu) -> None:
                 )
 
 
-def run(
-    kernel: HipRankKernel, devices: Sequence[torch.device], blocks: int, rounds: int
-) -> list[list[list[int]]]:
+def run(kernel: HipRankKernel, devices: Sequence[torch.device], blocks: int, rounds: int) -> list[list[list[int]]]:
     """Of every rank's every block: a bit for each rank of which something is wrong, and what, bit by bit. DeviceError
     for a GPU whose kernel cannot be launched."""
     senders = len(devices) * blocks

@@ -97,9 +97,7 @@ def argument(tensors: Mapping[str, torch.Tensor], blocks: int, rounds: int) -> S
     return SelfTest(*(t.data_ptr() for t in tensors.values()), WAIT_NS, blocks, rounds)
 
 
-def answer(
-    mailbox: torch.Tensor, ended: Callable[[], bool], rounds: int, advice: str, *memory: Any
-) -> None:
+def answer(mailbox: torch.Tensor, ended: Callable[[], bool], rounds: int, advice: str, *memory: Any) -> None:
     """The host's part: to say how far all kernels say that they are, until they have ended. DeviceError if they do not
     by DEADLINE_S; the memory is kept then."""
     deadline = time.monotonic() + DEADLINE_S
@@ -118,6 +116,4 @@ def answer(
 def xcds_in_words(xcds: list[int]) -> str:
     """How many blocks each XCD has."""
     counts = sorted(Counter(xcds).items())
-    return f"{len(xcds)} blocks on {len(counts)} XCDs: " + ", ".join(
-        f"{count} on {xcd}" for xcd, count in counts
-    )
+    return f"{len(xcds)} blocks on {len(counts)} XCDs: " + ", ".join(f"{count} on {xcd}" for xcd, count in counts)

@@ -107,9 +107,7 @@ def _at(said: str, place: str) -> str:
 def compilers_in_words() -> str:
     """For `kog doctor`."""
     why_not = _why_not()
-    return ", ".join(
-        f"{name}: {said or why_not.get(name) or 'not found'}" for name, said in compilers().items()
-    )
+    return ", ".join(f"{name}: {said or why_not.get(name) or 'not found'}" for name, said in compilers().items())
 
 
 def compiler_name() -> str:
@@ -143,9 +141,7 @@ def _say(program: str, changed: int, *arguments: str) -> tuple[str, str]:
     """The first line of stdout and of stderr; nothing of a program that fails, or hangs. Asked once, as long as it does
     not change."""
     try:
-        said = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, check=True, timeout=cuda.SAY_S
-        )
+        said = subprocess.run([program, *arguments], capture_output=True, text=True, check=True, timeout=cuda.SAY_S)
     except (OSError, subprocess.SubprocessError):
         return "", ""
     first, second = (text.strip().partition("\n")[0] for text in (said.stdout, said.stderr))

@@ -46,9 +46,7 @@ def wait_for(counter, want, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def counter_kernel(
-    counter, vector, out, rounds, GATHER: tl.constexpr, WORDS: tl.constexpr, NVIDIA: tl.constexpr
-):
+def counter_kernel(counter, vector, out, rounds, GATHER: tl.constexpr, WORDS: tl.constexpr, NVIDIA: tl.constexpr):
     """`rounds` barriers; with GATHER each one publishes and reads a vector of two in turn."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, WORDS)

@@ -97,9 +97,7 @@ class BackendOptions:
     prefill: str = "auto"
     walk: str = "stage"  # the reference backend's: "stage" or "block"
     num_blocks: int = 0  # on each GPU; 0: the backend's choice. Of a backend with `check_blocks`
-    memory_share: float = (
-        1.0  # of a GPU's memory, what the model may take (backends/memory_plan.py)
-    )
+    memory_share: float = 1.0  # of a GPU's memory, what the model may take (backends/memory_plan.py)
 
 
 class WeightSource(Protocol):
@@ -159,9 +157,7 @@ class Backend(Protocol):
 class StageTimer(Protocol):
     """A backend that can time a stage's kernel apart from the laying out of its tensors."""
 
-    def time_stage(
-        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
-    ) -> list[float]:
+    def time_stage(self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]) -> list[float]:
         """As run_stage; seconds on the device of every launch, behind what `before` queues for it."""
         ...
 
@@ -216,18 +212,14 @@ def refuse_narrow(backend: type, spec: ModelSpec) -> None:
     """DeviceError for a backend that does not run the model's narrow weights: none unpacks them in silence."""
     if reason := why_not_narrow(backend, spec):
         name = getattr(backend, "name", backend.__name__)
-        raise DeviceError(
-            f"backend {name} cannot run this checkpoint: {reason}; choose --backend reference"
-        )
+        raise DeviceError(f"backend {name} cannot run this checkpoint: {reason}; choose --backend reference")
 
 
 def check_blocks(backend: type, spec: ModelSpec, options: BackendOptions) -> None:
     """RequestError for a number of blocks that the backend takes from nobody, or cannot give the model here."""
     if (check := getattr(backend, "check_blocks", None)) is None:
         name = getattr(backend, "name", backend.__name__)
-        raise RequestError(
-            f"{options.num_blocks} blocks: backend {name} chooses its own, hip takes a number"
-        )
+        raise RequestError(f"{options.num_blocks} blocks: backend {name} chooses its own, hip takes a number")
     check(spec, options)
 
 

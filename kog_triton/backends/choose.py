@@ -47,9 +47,7 @@ def look_at(name: str) -> Candidate:
     except Exception as error:
         reason = f"cannot be imported: {type(error).__name__}: {error}"
         seen = Availability(False, reason, f"reinstall the package that offers {name}")
-    return Candidate(
-        name, seen.ok, seen.reason, seen.advice, seen.by_name_only, seen.lacks_software
-    )
+    return Candidate(name, seen.ok, seen.reason, seen.advice, seen.by_name_only, seen.lacks_software)
 
 
 def survey() -> list[Candidate]:
@@ -119,6 +117,4 @@ def _fastest(device: str, spec: ModelSpec | None) -> Choice:
                 f"the GPU of this machine is not used: {lacking}; or choose --backend {name}, which is slow"
             )
         return Choice(backend, name, "; ".join(passed_over) or "the fastest")
-    raise DeviceError(
-        f"no backend can run here ({'; '.join(passed_over)}): see `kog doctor` for what to install"
-    )
+    raise DeviceError(f"no backend can run here ({'; '.join(passed_over)}): see `kog doctor` for what to install")

@@ -10,6 +10,4 @@ def not_compiled_for(name: str, arch: str) -> Availability | None:
     """Why nothing is compiled for a GPU of this name; None if it is one of ARCHS."""
     if arch in ARCHS:
         return None
-    return Availability(
-        False, f"{name} is {arch}, and it takes {', '.join(ARCHS)}", "choose --backend triton"
-    )
+    return Availability(False, f"{name} is {arch}, and it takes {', '.join(ARCHS)}", "choose --backend triton")

@@ -15,9 +15,7 @@ from kog_triton.sampling import History, sample
 
 
 class Forward(Protocol):
-    def forward(
-        self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
-    ) -> np.ndarray: ...
+    def forward(self, slot: int, token_ids: Sequence[int], start: int, last_only: bool) -> np.ndarray: ...
 
 
 @dataclass

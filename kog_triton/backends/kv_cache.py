@@ -13,13 +13,9 @@ Tensor = torch.Tensor
 
 
 class KVCache:
-    def __init__(
-        self, schedule: Schedule, num_slots: int, limit: int, device: torch.device
-    ) -> None:
+    def __init__(self, schedule: Schedule, num_slots: int, limit: int, device: torch.device) -> None:
         spec = schedule.spec
-        empty = torch.empty(
-            2, schedule.num_shards, schedule.shard_kv_heads, 0, spec.head_dim, device=device
-        )
+        empty = torch.empty(2, schedule.num_shards, schedule.shard_kv_heads, 0, spec.head_dim, device=device)
         self._limit = limit
         # by slot and layer: [2, S, K, positions, d]
         self._data = [[empty] * spec.num_layers for _ in range(num_slots)]
@@ -31,9 +27,7 @@ class KVCache:
     def reserve(self, slot: int, positions: int) -> None:
         """Make room for positions 0 .. positions - 1 in a slot; RequestError beyond `limit`."""
         layers = self._data[slot]
-        had = layers[-1].shape[
-            3
-        ]  # the last one grows last: the others may have grown before memory ran out
+        had = layers[-1].shape[3]  # the last one grows last: the others may have grown before memory ran out
         if positions <= had:
             return
         if positions > self._limit:
@@ -43,9 +37,7 @@ class KVCache:
             layers[layer] = old.new_zeros(*old.shape[:3], size, old.shape[4])
             layers[layer][..., :had, :] = old[..., :had, :]
 
-    def append(
-        self, layer: int, slot: int, start: int, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, slot: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [S, K, T, d] at positions start..; all keys and values so far [S, K, n, d]."""
         end = start + k.shape[2]
         home = self._data[slot][layer]

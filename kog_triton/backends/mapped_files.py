@@ -20,9 +20,7 @@ import torch
 from kog_triton.errors import ModelError, first_line
 
 Tensor = torch.Tensor
-MAPS = Path(
-    "/proc/self/maps"
-)  # "first-last rights offset device inode      path", addresses in hexadecimal
+MAPS = Path("/proc/self/maps")  # "first-last rights offset device inode      path", addresses in hexadecimal
 # A number of 64 bits for each page. Bit 63: the page is in memory; 62: it is swapped out; 61: it is a file's still.
 PAGEMAP = Path("/proc/self/pagemap")
 THREADS = 8
@@ -47,9 +45,7 @@ class Mapping:
             try:
                 count = os.preadv(self.fd, [to], at)
             except OSError as error:
-                raise ModelError(
-                    f"{self.path}: cannot be read at byte {at}: {first_line(error)}"
-                ) from error
+                raise ModelError(f"{self.path}: cannot be read at byte {at}: {first_line(error)}") from error
             if not count:
                 raise ModelError(
                     f"{self.path}: ends at byte {at}, which held weights when it was opened: load the model again"
@@ -117,9 +113,7 @@ class MappedFiles:
             self._readers = Readers(self._threads)
         first = source.data_ptr()
         try:
-            self._readers.fill(
-                mapping, ((view[at : at + each], first + at) for at in range(0, count, each))
-            )
+            self._readers.fill(mapping, ((view[at : at + each], first + at) for at in range(0, count, each)))
         except BaseException:  # also an interrupt: none writes to `to` behind it
             self._close_readers()
             raise

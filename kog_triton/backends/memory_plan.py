@@ -47,9 +47,7 @@ class MemoryPlan:
         raise DeviceError(f"{asked} {here}: choose max_model_len {longest} or less, or fewer slots")
 
 
-def check_memory(
-    plan: MemoryPlan, device: torch.device, share: float = 1.0, where: str = ""
-) -> None:
+def check_memory(plan: MemoryPlan, device: torch.device, share: float = 1.0, where: str = "") -> None:
     """As `MemoryPlan.check`, of what is free on a GPU now and what torch keeps for this process; and of `share` of
     all its memory, as vLLM's gpu_memory_utilization bounds a model. An error begins with `where`."""
     if device.type != "cuda":

@@ -32,9 +32,7 @@ GROWTH = 1.1  # of what is taken for a step, from one to the next
 KEPT_PACE = 0.9  # of a token's lateness that does not move the next one
 FINE_S = 10e-6  # between glances around that time
 COARSE_S = 50e-6  # and once it is overdue by a step: a prompt, or a mask that others wait for
-AGAIN_S = (
-    20e-6  # after a token, for its caller to take the lock; other requests' may be on their way
-)
+AGAIN_S = 20e-6  # after a token, for its caller to take the lock; other requests' may be on their way
 LONGEST_S = 500e-6  # without a look: what the caller has to say waits so long
 ENDING_S = 2e-3  # that a kernel may take to end when it has said its last
 NAP_S = 50e-6  # of who waits for a token: a core that sleeps no longer wakes at once

@@ -98,9 +98,7 @@ class ReferenceBackend:
                     parts = [shard_matrix(s, stage, get(n)) for n in names]
                     self._weights[key] = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
                 if stage.biases:
-                    parts = [
-                        shard_bias(s, stage, get(canonical(stage, b, layer))) for b in stage.biases
-                    ]
+                    parts = [shard_bias(s, stage, get(canonical(stage, b, layer))) for b in stage.biases]
                     self._biases[key] = torch.cat(parts, 1).float()
                 if stage.norm:
                     self._gains[key] = get(canonical(stage, stage.norm, layer)).float()[:, None]
@@ -110,10 +108,7 @@ class ReferenceBackend:
                     self._gains[which, layer] = get(f"layers.{layer}.{which}").float()
 
     def memory_bytes(self) -> dict[str, int]:
-        seen = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in self._weights.values()
-        }
+        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._weights.values()}
         return {
             "weights": sum(seen.values()),
             "kv_cache": self.kv.nbytes,
@@ -141,9 +136,7 @@ class ReferenceBackend:
             torch.set_num_threads(threads)
 
     @torch.inference_mode()
-    def forward(
-        self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
-    ) -> np.ndarray:
+    def forward(self, slot: int, token_ids: Sequence[int], start: int, last_only: bool) -> np.ndarray:
         """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
         self.kv.reserve(slot, start + len(token_ids))
 
@@ -164,9 +157,7 @@ class ReferenceBackend:
     def forward_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [tokens, vocab], computed beside the slots."""
         if len(token_ids) > self.max_context:
-            raise RequestError(
-                f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
-            )
+            raise RequestError(f"{len(token_ids)} tokens do not fit the context of {self.max_context}")
         ours, self.kv = self.kv, self._new_kv(1, len(token_ids))
         try:
             chunks = range(0, len(token_ids), CHUNK)
@@ -205,9 +196,7 @@ class ReferenceBackend:
 
     # ---- stages ----
 
-    def run(
-        self, stage: Stage, layer: int, v: Values, delayed: Delayed, start: int, append: Append
-    ) -> None:
+    def run(self, stage: Stage, layer: int, v: Values, delayed: Delayed, start: int, append: Append) -> None:
         """One stage of the schedule: its source read from `v`, its target (and x) written there."""
         if stage.op is Op.EMBED:
             v["x"] = self.embed(v["token"])
@@ -286,9 +275,7 @@ class ReferenceBackend:
         out = torch.matmul(torch.softmax(score, -1), values)
         return out.reshape(shards, heads, count, d).transpose(1, 2).flatten(2)
 
-    def residual(
-        self, name: str, layer: int, x: Tensor, o: Tensor, delayed: list[Tensor]
-    ) -> Tensor:
+    def residual(self, name: str, layer: int, x: Tensor, o: Tensor, delayed: list[Tensor]) -> Tensor:
         """x joined with the module outputs o [S, T, hidden] as the layer's `Reduce` says; o joins `delayed`."""
         delayed.append(o)
         how = self.schedule.reduce(name, layer)
@@ -328,9 +315,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cpu")
     check_device(name)
     if not torch.cuda.is_available():
-        raise DeviceError(
-            f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU"
-        )
+        raise DeviceError(f"device {name!r}: torch sees no GPU here; leave --device out to use the CPU")
     device = torch.device("cuda")
     gpu = gpu_of(device)
     if gpu is None or name not in (gpu.vendor, gpu.name):

@@ -57,9 +57,7 @@ class Flag(IntFlag):
     LOGPROBS = 1024
 
 
-WANTS_MORE = (
-    Flag.EDITED | Flag.CUT | Flag.LOGPROBS
-)  # of its logits than a token: include/kog/choose.h
+WANTS_MORE = Flag.EDITED | Flag.CUT | Flag.LOGPROBS  # of its logits than a token: include/kog/choose.h
 
 
 # name -> format of struct: I uint32, f float32, Q uint64, d float64
@@ -115,15 +113,12 @@ def encode(request: Request, vocab_size: int) -> np.ndarray:
     p = request.params
     if p.logprobs is not None and not 0 <= p.logprobs <= MOST_LOGPROBS:
         raise RequestError(
-            f"logprobs is {p.logprobs}: a kernel brings at most {MOST_LOGPROBS}, "
-            "choose --backend reference for more"
+            f"logprobs is {p.logprobs}: a kernel brings at most {MOST_LOGPROBS}, choose --backend reference for more"
         )
     lists = _lists(request, vocab_size)
     small = sum(len(lists[name]) for name in ("stop_ids", "end_ids", "bad_ends", "bad_ids"))
     if small > LIST_WORDS:
-        raise RequestError(
-            f"stop_token_ids and bad_words take {small} words: a kernel has room for {LIST_WORDS}"
-        )
+        raise RequestError(f"stop_token_ids and bad_words take {small} words: a kernel has room for {LIST_WORDS}")
     fields = {
         "first": request.cached,
         "prompt": len(request.prompt),
@@ -181,10 +176,7 @@ def flags_of(request: Request, vocab_size: int) -> Flag:
 def decode(words: np.ndarray) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Fields and lists (uint32) of encoded words: the inverse of `encode`, for tests and reports."""
     raw = words.astype("<u4").tobytes()
-    fields = {
-        name: struct.unpack_from("<" + form, raw, 4 * OFFSETS[name])[0]
-        for name, form in FIELDS.items()
-    }
+    fields = {name: struct.unpack_from("<" + form, raw, 4 * OFFSETS[name])[0] for name, form in FIELDS.items()}
     lists = {}
     for name in LISTS:
         at, count = (int(w) for w in words[OFFSETS[name] : OFFSETS[name] + 2])
@@ -210,9 +202,7 @@ def mask_words(mask: np.ndarray | None, vocab_size: int, epoch: int) -> np.ndarr
 
 def slow_mask(seconds: float) -> RunError:
     """The error of a request whose masks' function takes longer than a backend has others wait for it."""
-    return RunError(
-        f"the mask of this request took more than {seconds:g} s: find it faster, or before it is asked for"
-    )
+    return RunError(f"the mask of this request took more than {seconds:g} s: find it faster, or before it is asked for")
 
 
 def _lists(request: Request, vocab_size: int) -> dict[str, Sequence[int] | np.ndarray]:
@@ -235,9 +225,7 @@ def _lists(request: Request, vocab_size: int) -> dict[str, Sequence[int] | np.nd
     return out
 
 
-def _join(
-    fields: Mapping[str, float], lists: Mapping[str, Sequence[int] | np.ndarray]
-) -> np.ndarray:
+def _join(fields: Mapping[str, float], lists: Mapping[str, Sequence[int] | np.ndarray]) -> np.ndarray:
     head = b"".join(struct.pack("<" + form, fields[name]) for name, form in FIELDS.items())
     heads, body, at = [], [], HEAD_WORDS
     for name in LISTS:

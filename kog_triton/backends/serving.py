@@ -241,9 +241,7 @@ class Launcher(Protocol):
 
 
 class LaunchServing(Serving[InSlot]):
-    def __init__(
-        self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue | LaunchQueues
-    ) -> None:
+    def __init__(self, launcher: Launcher, mailbox: Mailbox, queue: LaunchQueue | LaunchQueues) -> None:
         super().__init__(mailbox)
         self._launcher, self._queue = launcher, queue
         self._heart: Heart | None = None  # of the launch in flight
@@ -501,9 +499,7 @@ class LaunchServing(Serving[InSlot]):
             return RunError(reason)
         half = self._launcher.spec.dtype is DType.F16
         advice = "; float16 holds up to 65504: try --dtype bf16" if half else ""
-        return RunError(
-            f"the logits of position {position} hold NaN or +inf: the run is void{advice}"
-        )
+        return RunError(f"the logits of position {position} hold NaN or +inf: the run is void{advice}")
 
     def _settle(self, launch: Launch) -> None:
         """After a launch: requests that failed leave; the others stand at a token, from which the next one goes on."""
@@ -514,8 +510,7 @@ class LaunchServing(Serving[InSlot]):
         late = isinstance(error, LateMask) or (error and any(one.error for one in still))
         # Of a launch that made nothing, the masks were there when it began. Another one would make nothing for ever.
         if late and (
-            len(still) < len(launch.slots)
-            or any(result.positions[one.request.slot] > one.position for one in still)
+            len(still) < len(launch.slots) or any(result.positions[one.request.slot] > one.position for one in still)
         ):
             error = None
             for one in still:

@@ -7,9 +7,7 @@ import torch
 Tensors = dict[str, torch.Tensor]
 
 
-def run_by_token(
-    stage: str, state: Mapping[str, torch.Tensor], run: Callable[[Tensors], Tensors]
-) -> Tensors:
+def run_by_token(stage: str, state: Mapping[str, torch.Tensor], run: Callable[[Tensors], Tensors]) -> Tensors:
     """What `run` makes of each token's tensors, put together again: any stage but attention.
 
     `run` takes and gives tensors without their token axis, on the CPU; what it takes is float32.

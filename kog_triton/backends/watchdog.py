@@ -138,6 +138,5 @@ def _demand(ended: Callable[[], bool]) -> None:
         ) from error
     if not over:
         raise DeviceError(
-            "the GPU has not ended what another model of this process gave it: try again later, or "
-            "start a new process"
+            "the GPU has not ended what another model of this process gave it: try again later, or start a new process"
         )

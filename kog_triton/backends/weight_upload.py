@@ -24,9 +24,7 @@ def nothing() -> None:
 class Piece:
     """Memory of the host, which `mark` says is being read by the GPU: it gives what waits for the end of that."""
 
-    def __init__(
-        self, memory: Tensor, mark: Callable[[], Callable[[], object]], files: MappedFiles
-    ) -> None:
+    def __init__(self, memory: Tensor, mark: Callable[[], Callable[[], object]], files: MappedFiles) -> None:
         self._memory, self._mark, self._files = memory, mark, files
         self.wait: Callable[[], object] = nothing  # until the GPU has read what was brought last
 

@@ -97,19 +97,12 @@ def build_parser() -> Parser:
         type=not_negative,
         default=0.0,
         metavar="X",
-        help="of what is timed, of our backends (%(default)s: greedy); peers are greedy, and "
-        "text is checked greedily",
+        help="of what is timed, of our backends (%(default)s: greedy); peers are greedy, and text is checked greedily",
     )
-    sampled.add_argument(
-        "--top-p", type=share, default=1.0, metavar="X", help="beside it (%(default)s: all)"
-    )
+    sampled.add_argument("--top-p", type=share, default=1.0, metavar="X", help="beside it (%(default)s: all)")
     both = [common, timed, decoding]
-    kinds.add_parser(
-        "decode", parents=[*both, sampled], help="tokens/s behind a prompt: tg128 @ d32"
-    )
-    kinds.add_parser(
-        "compare", parents=[*both, sampled], help="decode, with every backend and peer in turn"
-    )
+    kinds.add_parser("decode", parents=[*both, sampled], help="tokens/s behind a prompt: tg128 @ d32")
+    kinds.add_parser("compare", parents=[*both, sampled], help="decode, with every backend and peer in turn")
     crowd = kinds.add_parser(
         "concurrency",
         parents=[common, _repeated(), sampled],
@@ -135,9 +128,7 @@ def build_parser() -> Parser:
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
     _number(startup, "--rounds", 2, "processes (%(default)s)")
     _add_serving(kinds)
-    between = kinds.add_parser(
-        "kccl", help="all-reduces inside a kernel, beside NCCL's and symmetric memory's"
-    )
+    between = kinds.add_parser("kccl", help="all-reduces inside a kernel, beside NCCL's and symmetric memory's")
     between.add_argument("--gpus", type=int, default=2, choices=GPUS, help="(%(default)s)")
     between.add_argument(
         "--kib", type=int, nargs="+", default=list(KIB), choices=KIB, metavar="N",
@@ -146,9 +137,7 @@ def build_parser() -> Parser:
     _number(between, "--uses", USES, "all-reduces in one kernel (%(default)s)")
     between.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     table = kinds.add_parser("table", help="the results kept so far, in Markdown")
-    table.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="DIR", help="of kept records (%(default)s)"
-    )
+    table.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of kept records (%(default)s)")
     table.add_argument(
         "--into",
         type=Path,
@@ -163,16 +152,12 @@ def build_parser() -> Parser:
 def _add_serving(kinds: Any) -> None:
     """Of a server: serving.py."""
     server = Parser(add_help=False)
-    server.add_argument(
-        "--url", default="http://127.0.0.1:8000/v1", metavar="URL", help="(%(default)s)"
-    )
+    server.add_argument("--url", default="http://127.0.0.1:8000/v1", metavar="URL", help="(%(default)s)")
     server.add_argument("--model", metavar="NAME", help="(default: the first that it serves)")
     server.add_argument("--api-key", metavar="KEY", help="(default: $KOG_API_KEY)")
     server.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
     server.add_argument("--quiet", action="store_true", help="no table and no progress")
-    serve = kinds.add_parser(
-        "serve", parents=[server], help="a server of OpenAI's API, as several clients see it"
-    )
+    serve = kinds.add_parser("serve", parents=[server], help="a server of OpenAI's API, as several clients see it")
     serve.add_argument(
         "--clients",
         type=positive,
@@ -185,9 +170,7 @@ def _add_serving(kinds: Any) -> None:
     _number(serve, "--prompt-words", 64)
     _number(serve, "--rounds", 5)
     serve.add_argument("--ignore-eos", action="store_true", help="where the server knows it")
-    agent = kinds.add_parser(
-        "agent", parents=[server], help="a server, in a conversation that grows by tool calls"
-    )
+    agent = kinds.add_parser("agent", parents=[server], help="a server, in a conversation that grows by tool calls")
     _number(agent, "--tokens", 50_000, "to be made in all (%(default)s)")
     _number(agent, "--call-tokens", 512, "most of one answer (%(default)s)")
     _number(agent, "--result-words", 200, "of a tool's result (%(default)s)")
@@ -217,9 +200,7 @@ def _common() -> Parser:
     out.add_argument("--device", default="", help="cpu, nvidia, amd or a GPU such as h200")
     out.add_argument("--gpus", type=positive, default=1, metavar="N", help="how many (%(default)s)")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the record of the run")
-    out.add_argument(
-        "--save", metavar="NAME", help=f"keep the record as {RESULTS}/<gpu>/<date>-NAME.json"
-    )
+    out.add_argument("--save", metavar="NAME", help=f"keep the record as {RESULTS}/<gpu>/<date>-NAME.json")
     out.add_argument("--quiet", action="store_true", help="no table and no progress")
     return out
 
@@ -237,9 +218,7 @@ def _repeated() -> Parser:
 
 def _timed() -> Parser:
     out = Parser(add_help=False, parents=[_repeated()])
-    out.add_argument(
-        "--peer", action="append", metavar="NAME", choices=PEERS, help=f"{', '.join(PEERS)}"
-    )
+    out.add_argument("--peer", action="append", metavar="NAME", choices=PEERS, help=f"{', '.join(PEERS)}")
     out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
     out.add_argument(
         "--no-check",

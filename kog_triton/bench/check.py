@@ -48,9 +48,7 @@ class Check:
 class Oracle(Protocol):
     """The reference backend as far as it judges: it also reads a prompt part by part."""
 
-    def forward(
-        self, slot: int, token_ids: Sequence[int], start: int, last_only: bool
-    ) -> np.ndarray:
+    def forward(self, slot: int, token_ids: Sequence[int], start: int, last_only: bool) -> np.ndarray:
         """Run tokens at positions start.. in a slot; logits float32 [T or 1, vocab]."""
         ...
 
@@ -71,9 +69,7 @@ class Judge:
     prompt  behind which `count` tokens are judged, or CHECK_TOKENS if that is fewer
     """
 
-    def __init__(
-        self, reference: Oracle, ids: Sequence[int], prompt: Sequence[int], count: int
-    ) -> None:
+    def __init__(self, reference: Oracle, ids: Sequence[int], prompt: Sequence[int], count: int) -> None:
         self._reference = reference
         self._ids, self._prompt = list(ids), list(prompt[:CHECK_DEPTH])
         self._count = min(count, CHECK_TOKENS)

@@ -46,9 +46,7 @@ def _backends(args: argparse.Namespace, word: str) -> tuple[list[Choice], list[t
     return chosen, [(one.name, one.reason) for one in seen if not one.available]
 
 
-def _common(
-    args: argparse.Namespace, positions: int
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _common(args: argparse.Namespace, positions: int) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """The part of a task that all kinds share (task.py), with room for so many positions; who is absent."""
     from kog_triton.bench.model import find_device, open_model
 
@@ -81,9 +79,7 @@ def _record(
     shared = {name: getattr(args, name) for name in ("rounds", "warmup") if name in args}
     test = {**shared, "num_gpus": args.gpus, **test}
     target = target_of(measured["rows"], getattr(args, "target_tps", None))
-    return make_record(
-        args.kind, _asked(argv), model.describe(), machine.describe(), test, measured, target
-    )
+    return make_record(args.kind, _asked(argv), model.describe(), machine.describe(), test, measured, target)
 
 
 def _say(args: argparse.Namespace) -> "Say":
@@ -103,9 +99,7 @@ def _measured(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     else:
         prompt, tokens, deepest = args.depth, args.max_tokens, args.deepest
         if tokens < 2:
-            raise RequestError(
-                "--max-tokens 1 leaves no time between tokens: use kog bench prefill"
-            )
+            raise RequestError("--max-tokens 1 leaves no time between tokens: use kog bench prefill")
         test = f"tg{tokens} @ d{prompt}"
     if args.no_kernel_switches:  # a prompt takes longer so: no figure of any other run
         test += ", one kernel"

@@ -46,9 +46,7 @@ def measure_concurrency(task: ConcurrencyTask, say: Say) -> dict[str, Any]:
     return task.measure(bandwidth, lambda choice, row: _rows(task, choice, row, bandwidth, say))
 
 
-def _rows(
-    task: ConcurrencyTask, choice: Choice, row: Row, bandwidth: dict[str, Any], say: Say
-) -> list[Row]:
+def _rows(task: ConcurrencyTask, choice: Choice, row: Row, bandwidth: dict[str, Any], say: Say) -> list[Row]:
     """A row a number of requests, or one that says what is wrong."""
     most = max(task.requests)
     options = BackendOptions(
@@ -97,9 +95,7 @@ def _rows(
             torch.cuda.empty_cache()
 
 
-def _time(
-    task: ConcurrencyTask, engine: BackendUnderTest, prompts: list[list[int]], say: Say
-) -> list[_Measurement]:
+def _time(task: ConcurrencyTask, engine: BackendUnderTest, prompts: list[list[int]], say: Say) -> list[_Measurement]:
     measurements = [_Measurement(n) for n in task.requests]
     for index in range(task.warmup + task.rounds):
         timed = index >= task.warmup

@@ -56,9 +56,7 @@ class Endpoint:
             raise RequestError(f"--url {self.url}: no http:// or https:// address")
         return kinds[parts.scheme](parts.hostname, parts.port, timeout=TIMEOUT_S)
 
-    def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
-    ) -> None:
+    def _send(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
         headers = {"content-type": "application/json"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
@@ -178,9 +176,7 @@ def _take(answer: Answer, at: float, event: dict[str, Any]) -> None:
         answer.content += delta.get("content") or ""
         for call in delta.get("tool_calls") or ():
             _add_call(answer.calls, call)
-        if any(
-            delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")
-        ):
+        if any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls")):
             told = (usage or {}).get("completion_tokens")
             answer.arrivals.append((at, told))
 

@@ -63,8 +63,7 @@ def check_devices(backend: Backend, num_gpus: int) -> None:
     if backend.num_devices != num_gpus:
         backend.close()
         raise DeviceError(
-            f"the {backend.name} backend uses {backend.num_devices} GPU, not {num_gpus}: "
-            "leave --gpus out"
+            f"the {backend.name} backend uses {backend.num_devices} GPU, not {num_gpus}: leave --gpus out"
         )
 
 
@@ -90,9 +89,7 @@ class BackendUnderTest:
 
     checks_text = True
 
-    def __init__(
-        self, backend: type[Backend], weights: WeightSource, options: BackendOptions
-    ) -> None:
+    def __init__(self, backend: type[Backend], weights: WeightSource, options: BackendOptions) -> None:
         self.name, self.version = backend.name, f"kog_triton {__version__}"
         self._backend = backend(weights, options)
         check_devices(self._backend, options.num_gpus)
@@ -130,10 +127,7 @@ class BackendUnderTest:
         served = self._server.submit(self._serve, mailbox, len(runs))
         with ThreadPoolExecutor(max(len(runs) - 1, 1), "bench-reader") as readers:
             try:
-                others = [
-                    readers.submit(_read, mailbox, slot, runs[slot], count)
-                    for slot in range(1, len(runs))
-                ]
+                others = [readers.submit(_read, mailbox, slot, runs[slot], count) for slot in range(1, len(runs))]
                 _read(mailbox, 0, runs[0], count)
                 for other in others:
                     other.result()

@@ -100,9 +100,7 @@ def torch_rows(ranks: int, backend: str, sizes: Sequence[int]) -> dict[str, dict
 def table(record: dict[str, Any]) -> Table:
     """A row a size: microseconds of each, with the stream's GB/s beside those that stream."""
     rows, streamed = record["microseconds"], record["streamed_gb_per_s"]
-    title = (
-        f"all-reduce over {record['gpus']} GPUs, us; ours: mean of {record['uses']:,} in one kernel"
-    )
+    title = f"all-reduce over {record['gpus']} GPUs, us; ours: mean of {record['uses']:,} in one kernel"
     out = plain_table(["KiB", *rows], title)
     for size in next(iter(rows.values())):
         cells = []

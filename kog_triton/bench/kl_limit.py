@@ -38,9 +38,7 @@ class KlLimit:
     reason: str
 
 
-def kl_limit(
-    weights: WeightSource, device: torch.device, ids: list[int], want: np.ndarray
-) -> KlLimit:
+def kl_limit(weights: WeightSource, device: torch.device, ids: list[int], want: np.ndarray) -> KlLimit:
     """The limit for logits of `ids`, which the reference says are `want` [T, vocab].
 
     Without transformers, or memory for them, it is LEAST.

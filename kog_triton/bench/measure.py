@@ -102,9 +102,7 @@ def measure(task: Task, say: Say) -> dict[str, Any]:
 def _open_backend(task: Task, choice: Choice, say: Say) -> _Entry:
     say(f"open {choice.name}")
     entry = _Entry(make_row(choice.name, "backend", "timed", choice.reason))
-    return _opened(
-        entry, lambda: BackendUnderTest(choice.backend, task.model.weights, task.options())
-    )
+    return _opened(entry, lambda: BackendUnderTest(choice.backend, task.model.weights, task.options()))
 
 
 def _open_peer(task: Task, peer: type[Peer], say: Say) -> _Entry:
@@ -174,9 +172,7 @@ def _warm_up(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> 
                     _request(task, entry.engine, prompt)
 
 
-def _time(
-    task: Task, entries: list[_Entry], prompt: list[int], say: Say
-) -> tuple[list[dict[str, Any] | None], int]:
+def _time(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> tuple[list[dict[str, Any] | None], int]:
     """The rounds: samples of the clocks right after the warm-up and after the last one, and how many there
     were. KeyboardInterrupt ends them; it is raised if it comes before one is whole."""
     samples, done = [machine.sample()], 0
@@ -243,9 +239,7 @@ def _look(task: Task, entries: list[_Entry], prompt: list[int], say: Say) -> boo
     return True
 
 
-def _look_inside(
-    task: Task, row: dict[str, Any], engine: BackendUnderTest, prompt: list[int], say: Say
-) -> None:
+def _look_inside(task: Task, row: dict[str, Any], engine: BackendUnderTest, prompt: list[int], say: Say) -> None:
     """What a backend can say of its kernel: what it takes and, if asked for, where a token goes."""
     try:
         held = engine.resources()

@@ -25,6 +25,4 @@ def read_kernel(data, out, num_steps, BLOCK: tl.constexpr):
 def read_all(data: torch.Tensor, out: torch.Tensor, programs_per_sm: int) -> None:
     """One pass over int32 `data`: a multiple of BLOCK words, fewer than 2**31."""
     sms = torch.cuda.get_device_properties(data.device).multi_processor_count
-    read_kernel[(sms * programs_per_sm,)](
-        data, out, data.numel() // BLOCK, BLOCK=BLOCK, num_warps=16, num_stages=2
-    )
+    read_kernel[(sms * programs_per_sm,)](data, out, data.numel() // BLOCK, BLOCK=BLOCK, num_warps=16, num_stages=2)

@@ -159,9 +159,7 @@ def agent(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any
     while made < args.tokens:
         if not messages or (context and held + args.call_tokens + ROOM > context):
             if messages and held == 0:
-                raise RunError(
-                    f"a context of {context} positions holds no call: --call-tokens less"
-                )
+                raise RunError(f"a context of {context} positions holds no call: --call-tokens less")
             conversations += 1
             held = 0
             messages = [
@@ -177,9 +175,7 @@ def agent(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any
         result = words(args.result_words, len(answers) << 8)
         messages += _follow(answer, result)
         held = answer.prompt_tokens + answer.tokens + 2 * args.result_words
-        say(
-            f"{made:,} of {args.tokens:,} tokens, {answer.cached_tokens:,} of {answer.prompt_tokens:,} reused"
-        )
+        say(f"{made:,} of {args.tokens:,} tokens, {answer.cached_tokens:,} of {answer.prompt_tokens:,} reused")
     wall = time.perf_counter() - begun
     row = {
         **_figures(answers),
@@ -198,9 +194,7 @@ def _follow(answer: Answer, result: str) -> Iterable[dict[str, Any]]:
     said: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if not answer.calls:
         return said, {"role": "user", "content": f"Go on. {result}"}
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": result} for call in answer.calls
-    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in answer.calls]
     return said | {"tool_calls": answer.calls}, *results
 
 

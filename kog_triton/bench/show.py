@@ -107,9 +107,7 @@ def concurrency_table(record: dict[str, Any]) -> Table:
 
 def stage_table(record: dict[str, Any]) -> Table:
     """A row a stage and backend; below them what a token's runs add up to."""
-    table = plain_table(
-        ["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"]
-    )
+    table = plain_table(["", "stage", "runs", "error", "us", "roofline us", "ratio", "MB", "us/token"])
     for row in record["rows"]:
         stages = row.get("stages") or []
         for s in stages:
@@ -144,20 +142,14 @@ def startup_table(record: dict[str, Any]) -> Table:
 def notes(record: dict[str, Any]) -> list[str]:
     """What has to be known to read the table."""
     test, machine = record["test"], record["machine"]
-    lines = [
-        f"{row['name']}: {row['status']}: {row['note']}"
-        for row in record["rows"]
-        if row["status"] != "timed"
-    ]
+    lines = [f"{row['name']}: {row['status']}: {row['note']}" for row in record["rows"] if row["status"] != "timed"]
     lines += [
         f"{row['name']}: {row['note']}"
         for row in record["rows"]
         if row["kind"] == "peer" and row["status"] == "timed" and row["note"]
     ]
     lines += [
-        f"{row['name']}: rounds did not give the same tokens"
-        for row in record["rows"]
-        if row["repeatable"] is False
+        f"{row['name']}: rounds did not give the same tokens" for row in record["rows"] if row["repeatable"] is False
     ]
     if record["kind"] == "stages":
         clocks = {s["clock"] for row in record["rows"] for s in row.get("stages") or []}
@@ -177,9 +169,7 @@ def notes(record: dict[str, Any]) -> list[str]:
             f"{rate}; weights: {record['model']['weights']}"
         )
         if not many and test["tokens"] > 1:
-            lines.append(
-                "p99/p50: at constant depth, as tokens arrived at the host / as the backend stamped them"
-            )
+            lines.append("p99/p50: at constant depth, as tokens arrived at the host / as the backend stamped them")
     if record["kind"] != "startup":
         lines.append(_bandwidth(record["bandwidth"]))
         lines.append(_conditions(record["conditions"]))

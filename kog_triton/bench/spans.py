@@ -12,8 +12,7 @@ NANOSECONDS = ("mean", "largest", "token", "weights", "critical")
 def written(spans: Iterable[Figure]) -> list[dict[str, Any]]:
     """The `profile` of a row."""
     return [
-        {f"{key}_ns" if key in NANOSECONDS else key: value for key, value in asdict(span).items()}
-        for span in spans
+        {f"{key}_ns" if key in NANOSECONDS else key: value for key, value in asdict(span).items()} for span in spans
     ]
 
 

@@ -112,9 +112,7 @@ def _fill(
             if not error <= MAX_ERROR:
                 row |= {"status": "wrong", "note": f"{stage.name} is off by {error:.3g}: not timed"}
                 return
-            clock, seconds = stage_seconds(
-                backend, stage.name, layer, state, task.device, task.warmup, task.rounds
-            )
+            clock, seconds = stage_seconds(backend, stage.name, layer, state, task.device, task.warmup, task.rounds)
             num_bytes = stage_bytes(backend.spec, stage, layer, task.depth)
             took = median(seconds)
             roofline = num_bytes / bandwidth if num_bytes and bandwidth else None
@@ -139,9 +137,7 @@ def _fill(
 def stages_of(schedule: Schedule) -> list[tuple[Stage, int, int]]:
     """Every stage that run_stage knows: itself, the last layer it runs in, its runs a token."""
     return [
-        (stage, segment.repeat - 1, segment.repeat)
-        for segment, stage in schedule.walk()
-        if stage.op is not Op.SAMPLE
+        (stage, segment.repeat - 1, segment.repeat) for segment, stage in schedule.walk() if stage.op is not Op.SAMPLE
     ]
 
 

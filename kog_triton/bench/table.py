@@ -75,11 +75,7 @@ def table(records: list[dict[str, Any]]) -> str:
         if record["kind"] == "startup":
             below += _starts(key, record["rows"])
             continue
-        rest = [
-            f"{row['name']} ({row['status']}: {row['note']})"
-            for row in record["rows"]
-            if not is_timed(row)
-        ]
+        rest = [f"{row['name']} ({row['status']}: {row['note']})" for row in record["rows"] if not is_timed(row)]
         if rest:
             below.append(f"Not timed with {key[1]}, {key[2]} on {key[0]}: {', '.join(rest)}.")
     return "\n".join([_rendered(list(_lines(newest))), *(f"\n{line}" for line in below)])
@@ -157,10 +153,7 @@ def _rendered(lines: list[Line]) -> str:
             timed = 3 if cells[1] == "-" else 1
             cells[timed] += f" [{limits.index(line.held_back) + 1}]"
         out.append("| " + " | ".join((*line.place[:3], *cells)) + " |")
-    notes = [
-        f"\n[{n}] The GPU was held back while these rows were timed: {why}."
-        for n, why in enumerate(limits, 1)
-    ]
+    notes = [f"\n[{n}] The GPU was held back while these rows were timed: {why}." for n, why in enumerate(limits, 1)]
     return "\n".join(out + notes)
 
 
@@ -188,12 +181,8 @@ def _starts(key: tuple[str, str, str], rows: list[dict[str, Any]]) -> list[str]:
     out = []
     for row in rows:
         first, *others = row["startup"]["total_s"]
-        line = (
-            f"From nothing to the first token of {key[1]} on {key[0]}, {row['name']}: {first:.1f} s"
-        )
-        out.append(
-            f"{line}, {min(others):.1f} with kernels kept from before." if others else f"{line}."
-        )
+        line = f"From nothing to the first token of {key[1]} on {key[0]}, {row['name']}: {first:.1f} s"
+        out.append(f"{line}, {min(others):.1f} with kernels kept from before." if others else f"{line}.")
     return out
 
 

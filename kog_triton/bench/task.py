@@ -60,9 +60,7 @@ class Common:
         gpu = machine.gpu_row() if self.device.type == "cuda" else None
         return measure_bandwidth(self.device, gpu, self.num_gpus)
 
-    def measure(
-        self, bandwidth: dict[str, Any], rows_of: Callable[[Choice, Row], list[Row]]
-    ) -> dict[str, Any]:
+    def measure(self, bandwidth: dict[str, Any], rows_of: Callable[[Choice, Row], list[Row]]) -> dict[str, Any]:
         """The parts of a record that a measurement makes: bandwidth, conditions, rows, failures.
 
         rows_of  times one backend: its rows, made of the one that it is given; that one says what went wrong

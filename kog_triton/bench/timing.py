@@ -29,9 +29,7 @@ def figures(rounds: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any] | Non
         return None
     gaps = [[round(b - a, 2) for a, b in pairwise(stamps)] for one in rounds for stamps in one]
     rates = [
-        (sum(map(len, one)) - 1)
-        / max(max(stamps[-1] for stamps in one) - min(stamps[0] for stamps in one), 1e-3)
-        * 1e6
+        (sum(map(len, one)) - 1) / max(max(stamps[-1] for stamps in one) - min(stamps[0] for stamps in one), 1e-3) * 1e6
         for one in rounds
     ]
     pooled = [gap for some in gaps for gap in some]

@@ -83,9 +83,7 @@ class Checkpoint:
         file = folder / "config.json"
         if not file.exists():
             other = min(folder.glob("*.gguf"), default="a .gguf file")
-            raise ModelError(
-                f"{file}: no such file: pass the folder of a Hugging Face checkpoint, or {other}"
-            )
+            raise ModelError(f"{file}: no such file: pass the folder of a Hugging Face checkpoint, or {other}")
         config = read_json(file)
         scheme = read_scheme(config, str(file))
         spec = read_spec(without_scheme(config), str(file))
@@ -207,17 +205,13 @@ def _match(
         found = _find_narrow(files, scheme, stored_names, shape)
         if found is not None:
             if source.interleaved_rope and found.format.group_rows > 1:
-                raise found.module.error(
-                    "its rows share scales, which their RoPE order does not allow"
-                )
+                raise found.module.error("its rows share scales, which their RoPE order does not allow")
             unused.difference_update(found.module.used)
             weights[name] = Weight(found.module.name, shape, source.interleaved_rope, found)
             continue
         stored_name = next((n for n in stored_names if n in files.stored), None)
         if stored_name is None:
-            raise ModelError(
-                f"{folder}: tensor {stored_names[0]!r} is missing{_instead(files, stored_names)}"
-            )
+            raise ModelError(f"{folder}: tensor {stored_names[0]!r} is missing{_instead(files, stored_names)}")
         _check(stored_name, files.stored[stored_name], shape)
         unused.discard(stored_name)
         weights[name] = Weight(stored_name, shape, source.interleaved_rope)
@@ -235,9 +229,7 @@ def _match(
     return weights
 
 
-def _find_narrow(
-    files: Files, scheme: Scheme | None, stored_names: list[str], shape: tuple[int, ...]
-) -> Found | None:
+def _find_narrow(files: Files, scheme: Scheme | None, stored_names: list[str], shape: tuple[int, ...]) -> Found | None:
     """The weight in a narrow format, under the first of its names that is stored; None if that is wide, or a vector."""
     if scheme is None or len(shape) < 2 or not stored_names[0].endswith(".weight"):
         return None
@@ -284,13 +276,11 @@ def _check(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
     wanted = shape[1:] if shape[0] == 1 and len(stored.shape) < len(shape) else shape
     if stored.shape != wanted:
         raise ModelError(
-            f"{stored.file}: tensor {name!r} has shape {shown(list(stored.shape))},"
-            f" config.json asks for {list(wanted)}"
+            f"{stored.file}: tensor {name!r} has shape {shown(list(stored.shape))}, config.json asks for {list(wanted)}"
         )
     if stored.dtype not in _DTYPES:
         raise ModelError(
-            f"{stored.file}: tensor {name!r} is stored as {stored.dtype}:"
-            " only BF16, F16 and F32 are supported"
+            f"{stored.file}: tensor {name!r} is stored as {stored.dtype}: only BF16, F16 and F32 are supported"
         )
 
 

@@ -62,9 +62,7 @@ def model_folder(
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(
-            f"{text} is a file: pass the folder that holds config.json, or a .gguf file"
-        )
+        raise ModelError(f"{text} is a file: pass the folder that holds config.json, or a .gguf file")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(text):
         raise ModelError(f"{text}: no such folder, and not a hub id of the form org/name")
     return _download(text, revision, cache, files)
@@ -83,9 +81,7 @@ def local_file(path_or_hub_id: str | Path, name: str, revision: str | None = Non
     return Path(found) if isinstance(found, str) else None
 
 
-def _download(
-    hub_id: str, revision: str | None, cache: str | Path | None, files: Sequence[str]
-) -> Path:
+def _download(hub_id: str, revision: str | None, cache: str | Path | None, files: Sequence[str]) -> Path:
     # Imported here: it takes a while, and a local folder needs none of it.
     from huggingface_hub import snapshot_download
 

@@ -111,9 +111,7 @@ class NarrowTensor:
     def take_rows(self, order: Tensor) -> "NarrowTensor":
         """The rows at the indices `order`, in that order; ModelError if rows share a scale with some others."""
         if self.format.group_rows > 1:
-            raise ModelError(
-                f"rows of {self.format.name} weights share scales: they keep their order"
-            )
+            raise ModelError(f"rows of {self.format.name} weights share scales: they keep their order")
         per_row = self.format.group_rows == 1
         scales = self.scales[..., order, :] if per_row else self.scales
         offsets = self.offsets
@@ -142,9 +140,7 @@ class NarrowTensor:
             parts.append((slice(first, last), slice(first // group, -(-last // group))))
         (rows, down), (cols, across) = parts
         offsets = None if self.offsets is None else self.offsets[..., down, across]
-        return NarrowTensor(
-            self.format, self.codes[..., rows, cols], self.scales[..., down, across], offsets
-        )
+        return NarrowTensor(self.format, self.codes[..., rows, cols], self.scales[..., down, across], offsets)
 
     def _spread(self, groups: Tensor) -> Tensor:
         """A value a group as a value a weight; broadcast where one group is all."""

@@ -10,9 +10,7 @@ from safetensors.torch import save_file
 from kog_triton.checkpoint.hub import INDEX, SINGLE
 from kog_triton.errors import RequestError, first_line
 
-SHARD_BYTES = (
-    1 << 30
-)  # of a file, which is in memory while it is written; a larger tensor has a file of its own
+SHARD_BYTES = 1 << 30  # of a file, which is in memory while it is written; a larger tensor has a file of its own
 
 
 class ShardWriter:

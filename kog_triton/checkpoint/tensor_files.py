@@ -48,9 +48,7 @@ class TensorFiles:
         try:
             return self._handles[file].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(
-                f"{file}: tensor {shown(name)} cannot be read: {_reason(error)}"
-            ) from error
+            raise ModelError(f"{file}: tensor {shown(name)} cannot be read: {_reason(error)}") from error
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """Some rows of a matrix, without touching the others."""
@@ -73,9 +71,7 @@ class TensorFiles:
                 raise ModelError(f"{file}: {len(names)} tensors: at most {MAX_TENSORS} are read")
             found = {name: _describe(file, handle, name) for name in names}
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise ModelError(
-                f"{file}: not a whole safetensors file ({_reason(error)}): download it again"
-            ) from error
+            raise ModelError(f"{file}: not a whole safetensors file ({_reason(error)}): download it again") from error
         if expected is not None and names != expected:
             name = min(names ^ expected)
             where = "in the file but not in" if name in names else "not in the file but in"
@@ -123,8 +119,7 @@ def _index(index: Path) -> dict[str, set[str]]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):
             raise ModelError(
-                f"{index}: {shown(tensor)} lies in {shown(file)}:"
-                " it must be the plain name of a .safetensors file"
+                f"{index}: {shown(tensor)} lies in {shown(file)}: it must be the plain name of a .safetensors file"
             )
         out.setdefault(file, set()).add(tensor)
     return out
@@ -132,8 +127,5 @@ def _index(index: Path) -> dict[str, set[str]]:
 
 def _is_plain_name(file: str) -> bool:
     return (
-        file.endswith(".safetensors")
-        and len(file) <= 255
-        and file.isprintable()
-        and not any(c in file for c in "/\\:")
+        file.endswith(".safetensors") and len(file) <= 255 and file.isprintable() and not any(c in file for c in "/\\:")
     )

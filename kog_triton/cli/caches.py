@@ -48,13 +48,9 @@ def caches() -> Iterator[Cache]:
         except RuntimeError:  # no home
             path = None
         yield Cache(entry.name, f"compiled kernels of {entry.name}", path, "XDG_CACHE_HOME", True)
-    yield Cache(
-        "history", "what was typed into --interactive", history_file(), "XDG_STATE_HOME", True
-    )
+    yield Cache("history", "what was typed into --interactive", history_file(), "XDG_STATE_HOME", True)
     yield Cache("triton", "kernels that Triton compiled", _triton(), "TRITON_CACHE_DIR", False)
-    yield Cache(
-        "hub", "models of the Hugging Face hub: hf cache ls, hf cache rm", _hub(), "HF_HOME", False
-    )
+    yield Cache("hub", "models of the Hugging Face hub: hf cache ls, hf cache rm", _hub(), "HF_HOME", False)
 
 
 def _triton() -> Path | None:

@@ -117,9 +117,7 @@ def foreign_flag(words: Sequence[str], table: Mapping[str, str]) -> str | None:
     return None
 
 
-def own_words(
-    parser: Parser, argv: Sequence[str] | None, table: Mapping[str, str]
-) -> Sequence[str]:
+def own_words(parser: Parser, argv: Sequence[str] | None, table: Mapping[str, str]) -> Sequence[str]:
     """The words of a command line, if none of them is in the table."""
     words = sys.argv[1:] if argv is None else argv
     if (foreign := foreign_flag(words, table)) is not None:

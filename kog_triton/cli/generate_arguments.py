@@ -48,9 +48,7 @@ def build_parser() -> Parser:
         "--chat-template-kwargs", metavar="FILE|JSON",
         help='what the chat template takes, such as \'{"enable_thinking": false}\'',
     )  # fmt: skip
-    add(
-        "--interactive", action="store_true", help="ask again and again; /help there lists commands"
-    )
+    add("--interactive", action="store_true", help="ask again and again; /help there lists commands")
     add("--raw", action="store_true", help="with --interactive: continue texts, no chat template")
     add(
         "-m",
@@ -59,13 +57,9 @@ def build_parser() -> Parser:
         help="most tokens to make (default: the rest of the context)",
     )
     add("--min-tokens", type=int, metavar="N", help="tokens before the text may end (default: 0)")
-    add(
-        "--n", type=positive, help="samples of the prompt, printed one after the other (default: 1)"
-    )
+    add("--n", type=positive, help="samples of the prompt, printed one after the other (default: 1)")
 
-    add = parser.add_argument_group(
-        "sampling (default: the checkpoint's generation_config)"
-    ).add_argument
+    add = parser.add_argument_group("sampling (default: the checkpoint's generation_config)").add_argument
     add(
         "--temp",
         "--temperature",
@@ -75,9 +69,7 @@ def build_parser() -> Parser:
     )
     add("--top-p", type=float, help="sample among the likeliest that hold this share, up to 1")
     add("--top-k", type=int, help="sample among the K likeliest; 0 for all")
-    add(
-        "--min-p", type=float, help="leave out what is less likely than this share of the likeliest"
-    )
+    add("--min-p", type=float, help="leave out what is less likely than this share of the likeliest")
     add(
         "--seed",
         type=int,
@@ -177,18 +169,14 @@ def parse(argv: Sequence[str] | None) -> Any:
     args.prompt = args.prompt[0] if args.prompt else None
     talks = args.chat or args.interactive
     if args.interactive and (args.prompt is not None or args.json or args.chat or args.n):
-        parser.error(
-            "--interactive asks for its prompts: leave out --prompt, --chat, --n and --json"
-        )
+        parser.error("--interactive asks for its prompts: leave out --prompt, --chat, --n and --json")
     if args.raw and not args.interactive:
         parser.error("--raw goes with --interactive; a prompt without --chat is raw already")
     if not args.interactive and args.prompt is None:
         parser.error("a prompt is needed: -p TEXT, -p - for stdin, -p @FILE, or --interactive")
     for flag in ("system", "tools", "chat_template", "chat_template_kwargs"):
         if getattr(args, flag) is not None and (args.raw or not talks):
-            parser.error(
-                f"--{flag.replace('_', '-')} needs a conversation: --chat or --interactive"
-            )
+            parser.error(f"--{flag.replace('_', '-')} needs a conversation: --chat or --interactive")
     if args.logprobs is not None and not args.json:
         parser.error("--logprobs goes with --json, where they are written")
     if args.verbose and args.quiet:

@@ -51,9 +51,7 @@ def cancel_on_interrupt(generation: Generation) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show(
-    generation: Generation, end: str, quiet: bool = False, visible: bool = True
-) -> RequestOutput:
+def show(generation: Generation, end: str, quiet: bool = False, visible: bool = True) -> RequestOutput:
     """Write the text to stdout as it comes, and `end` after it, if it is `visible`; the final output.
 
     Logs wait from its first sign on: before, a compiler may take long and say so.
@@ -188,9 +186,7 @@ class Talk:
             dropped += 2  # a question with its answer
         length = len(prompt["prompt_token_ids"])
         if length >= context:
-            raise RequestError(
-                f"the text has {length} tokens and the context holds {context}: shorten the text"
-            )
+            raise RequestError(f"the text has {length} tokens and the context holds {context}: shorten the text")
         if dropped:
             self._tell(f"the context is full: the oldest {dropped} messages are forgotten")
         return prompt, kept

@@ -8,9 +8,7 @@ from kog_triton.errors import RequestError
 from kog_triton.model.spec import DTYPES, ModelSpec
 
 
-def add_checkpoint(
-    parser: Any, more: str = " (default: the demo that ships)", shape: str = "", **how: Any
-) -> None:
+def add_checkpoint(parser: Any, more: str = " (default: the demo that ships)", shape: str = "", **how: Any) -> None:
     """--model and --revision, of a parser or a group; `shape` is the help of --shape beside them."""
     what = parser.add_mutually_exclusive_group() if shape else parser
     what.add_argument("--model", help=f"folder, .gguf file or Hugging Face id{more}", **how)

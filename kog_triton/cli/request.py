@@ -65,9 +65,7 @@ def read_json_flag(flag: str, said: str, kind: type) -> Any:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{flag}: not JSON: {error}") from error
     if not isinstance(value, kind):
-        raise RequestError(
-            f"{flag}: {shown(value)} is no JSON {'object' if kind is dict else 'list'}"
-        )
+        raise RequestError(f"{flag}: {shown(value)} is no JSON {'object' if kind is dict else 'list'}")
     return value
 
 
@@ -113,9 +111,7 @@ def conversation(args: argparse.Namespace) -> dict[str, Any]:
             if not isinstance(tool, dict):
                 raise RequestError(f"--tools: entry {i} is {shown(tool)}: it must be an object")
     if args.chat_template_kwargs is not None:
-        how["chat_template_kwargs"] = read_json_flag(
-            "--chat-template-kwargs", args.chat_template_kwargs, dict
-        )
+        how["chat_template_kwargs"] = read_json_flag("--chat-template-kwargs", args.chat_template_kwargs, dict)
     return how
 
 
@@ -125,9 +121,7 @@ def messages_of(args: argparse.Namespace, text: str) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": text}]
 
 
-def check_request(
-    args: argparse.Namespace, text: str | None, how: dict[str, Any]
-) -> Tokenizer | None:
+def check_request(args: argparse.Namespace, text: str | None, how: dict[str, Any]) -> Tokenizer | None:
     """Template, prompt and its length; the tokenizer, or None where the checkpoint's own error says what is missing."""
     template = template_text(args.chat_template)
     found = _tokenizer_and_context(args)
@@ -136,15 +130,11 @@ def check_request(
     tokenizer, context = found
     templates = tokenizer.chat_templates.values() if template is None else [template]
     if how.get("tools") and templates and not knows_tools(templates):
-        raise RequestError(
-            "the chat template knows no tools: leave out --tools, or give --chat-template one that does"
-        )
+        raise RequestError("the chat template knows no tools: leave out --tools, or give --chat-template one that does")
     if args.interactive:
         has_template = tokenizer.has_chat_template or template is not None
         if not has_template and (args.system is not None or how):
-            flag = (
-                "--system" if args.system is not None else f"--{next(iter(how)).replace('_', '-')}"
-            )
+            flag = "--system" if args.system is not None else f"--{next(iter(how)).replace('_', '-')}"
             raise RequestError(f"{flag} needs a chat template, and this model has none")
         return tokenizer
     assert text is not None, "a prompt was given"

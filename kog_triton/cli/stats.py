@@ -34,20 +34,13 @@ def summary(output: RequestOutput) -> str:
     rate = "" if m.decode_tokens_per_s is None else f" at {m.decode_tokens_per_s:,.1f} tokens/s"
     first = "" if m.ttft_s is None else f", first after {m.ttft_s * 1e3:,.0f} ms"
     cached = f" ({m.cached_tokens} cached)" if m.cached_tokens else ""
-    return (
-        f"{of}{m.output_tokens} tokens{rate}{first}; prompt {m.prompt_tokens}{cached}; "
-        f"{done.finish_reason}"
-    )
+    return f"{of}{m.output_tokens} tokens{rate}{first}; prompt {m.prompt_tokens}{cached}; {done.finish_reason}"
 
 
 def effective(params: SamplingParams, seed: int, room: int) -> list[str]:
     """The parameters that a request ran by: temperature and seed, and what is not vLLM's default; of max_tokens as many
     as the context had `room` for."""
-    said = (
-        ["temperature 0"]
-        if params.greedy
-        else [f"temperature {params.temperature:g}", f"seed {seed}"]
-    )
+    said = ["temperature 0"] if params.greedy else [f"temperature {params.temperature:g}", f"seed {seed}"]
     for field in fields(params):
         value = getattr(params, field.name)
         skip = ("temperature", "seed", "max_tokens", "structured_outputs")
@@ -56,11 +49,7 @@ def effective(params: SamplingParams, seed: int, room: int) -> list[str]:
         if field.name not in (*skip, *cuts) and value != field.default and value not in ((), None):
             said.append(f"{field.name} {value}")
     if params.max_tokens is not None:
-        cut = (
-            f" (the context has no room for {params.max_tokens})"
-            if params.max_tokens > room
-            else ""
-        )
+        cut = f" (the context has no room for {params.max_tokens})" if params.max_tokens > room else ""
         said.append(f"max_tokens {min(params.max_tokens, room)}{cut}")
     if params.structured_outputs is not None:
         said.append(f"shape by {params.structured_outputs.constraint[0]}")

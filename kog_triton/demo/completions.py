@@ -118,16 +118,13 @@ def judge(prefix: str, completion: str, ended: bool) -> bool:
     return bool(body.strip()) and parses(prefix + body)
 
 
-def parse_share(
-    model: Decoder, tokenizer: Tokenizer, prefixes: list[str], temperature: float
-) -> dict[str, object]:
+def parse_share(model: Decoder, tokenizer: Tokenizer, prefixes: list[str], temperature: float) -> dict[str, object]:
     """Share of prefixes whose completion parses, and share that END_OF_TEXT ended."""
     prompts = [tokenizer.encode(prefix).ids for prefix in prefixes]
     completions = complete(model, prompts, COMPLETION_TOKENS, temperature)
     texts = [tokenizer.decode(new) for new, _ in completions]
     verdicts = [
-        judge(prefix, text, ended)
-        for prefix, text, (_, ended) in zip(prefixes, texts, completions, strict=True)
+        judge(prefix, text, ended) for prefix, text, (_, ended) in zip(prefixes, texts, completions, strict=True)
     ]
     return {
         "temperature": temperature,

@@ -69,11 +69,7 @@ class Document:
 def standard_library() -> Source:
     """The standard library of this Python, without what others installed below it."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not {"site-packages", "dist-packages"} & set(path.parts)
-    )
+    paths = sorted(path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts))
     return Source("python standard library", platform.python_version(), "PSF-2.0", tuple(paths))
 
 
@@ -177,9 +173,7 @@ def collect(
     return documents, packages, skipped
 
 
-def held_out_prefixes(
-    documents: dict[str, Document], known: set[str], limit: int
-) -> list[dict[str, str]]:
+def held_out_prefixes(documents: dict[str, Document], known: set[str], limit: int) -> list[dict[str, str]]:
     """Prefixes of top-level functions of held-out files whose text is in no training file."""
     chosen: dict[str, dict[str, str]] = {}
     for digest in sorted(documents):
@@ -220,9 +214,7 @@ def training_documents(documents: dict[str, Document]) -> Iterator[tuple[str, st
                 yield key, function.text
 
 
-def build(
-    out: Path, shape: Shape, sources: list[Source], left_out: list[dict[str, str]]
-) -> dict[str, object]:
+def build(out: Path, shape: Shape, sources: list[Source], left_out: list[dict[str, str]]) -> dict[str, object]:
     """Write the corpus folder for models of `shape` and return its manifest.
 
     RunError if there is too little text.

@@ -201,9 +201,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def rope_table(shape: Shape) -> tuple[Tensor, Tensor]:
     """cos and sin of position * theta^(-2k / head_dim): [positions, head_dim / 2]."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    angles = torch.outer(
-        torch.arange(shape.max_positions, dtype=torch.float64), shape.rope_theta**-exponents
-    )
+    angles = torch.outer(torch.arange(shape.max_positions, dtype=torch.float64), shape.rope_theta**-exponents)
     return angles.cos().float(), angles.sin().float()
 
 

@@ -46,9 +46,7 @@ def describe(state: Path, evaluation: Path, completions: Path) -> dict[str, Any]
     }
 
 
-def record(
-    manifest: Path, environment: Path, demo: Sequence[Path], twin: Sequence[Path]
-) -> dict[str, Any]:
+def record(manifest: Path, environment: Path, demo: Sequence[Path], twin: Sequence[Path]) -> dict[str, Any]:
     """The record of one pair of runs; RunError if they did not see the same data alike."""
     runs = {"demo": describe(*demo), "twin": describe(*twin)}
     if runs["demo"]["settings"] != runs["twin"]["settings"]:

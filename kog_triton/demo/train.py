@@ -213,8 +213,7 @@ def run(training: Training, out: Path, log_every: int, save_every: int, stop: in
             training.curve.append((step, round(loss, 6)))
             left = (last - step) * settings.batch * settings.window / rate
             print(
-                f"step {step}/{settings.steps} loss {loss:.4f} {rate:,.0f} tokens/s "
-                f"eta {left:.0f}s",
+                f"step {step}/{settings.steps} loss {loss:.4f} {rate:,.0f} tokens/s eta {left:.0f}s",
                 flush=True,
             )
             if not np.isfinite(loss):

@@ -84,9 +84,7 @@ class Config:
             raise self.error(names, " or ".join(repr(x) for x in allowed))
         return value
 
-    def integers(
-        self, *names: str, low: int, high: int, default: tuple[int, ...]
-    ) -> tuple[int, ...]:
+    def integers(self, *names: str, low: int, high: int, default: tuple[int, ...]) -> tuple[int, ...]:
         """A list of integers in low..high."""
         value = self.get(*names)
         if value is None:
@@ -117,6 +115,4 @@ class Config:
         if value is None or any(type(value) is type(a) and value == a for a in allowed):
             return
         wanted = " or ".join(["absent", *(json.dumps(a) for a in allowed)])
-        raise ModelError(
-            f"{self.label(name)} is {shown(value)}: not supported, it must be {wanted}"
-        )
+        raise ModelError(f"{self.label(name)} is {shown(value)}: not supported, it must be {wanted}")

@@ -13,9 +13,7 @@ from kog_triton.errors import ModelError, shown
 from kog_triton.model.config import Config
 from kog_triton.model.spec import Rope, RopeScaling
 
-MAX_CONTEXT = (
-    1 << 27
-)  # positions; far above any model, small enough for 32-bit offsets of a table row
+MAX_CONTEXT = 1 << 27  # positions; far above any model, small enough for 32-bit offsets of a table row
 MAX_FACTOR = 1e6
 _KNOWN_TOP_LEVEL = {
     "rope_theta",
@@ -58,9 +56,7 @@ def read_rope(config: Config, max_context: int) -> Rope:
         return Rope(theta)
     if scaling is RopeScaling.LINEAR:
         return Rope(theta, scaling, _factor(parameters))
-    trained = parameters.integer(
-        "original_max_position_embeddings", high=MAX_CONTEXT, default=max_context
-    )
+    trained = parameters.integer("original_max_position_embeddings", high=MAX_CONTEXT, default=max_context)
     # Some models keep the trained length beside the dictionary; there it takes precedence.
     trained = config.integer("original_max_position_embeddings", high=MAX_CONTEXT, default=trained)
     if scaling is RopeScaling.LLAMA3:
@@ -73,10 +69,7 @@ def llama3(theta: float, factor: float, trained: int, parameters: Config) -> Rop
     low = parameters.number("low_freq_factor", low=1e-6, high=MAX_FACTOR)
     high = parameters.number("high_freq_factor", low=1e-6, high=MAX_FACTOR)
     if high <= low:
-        raise ModelError(
-            f"{parameters.label('high_freq_factor')} is {high:g}:"
-            f" it must exceed low_freq_factor {low:g}"
-        )
+        raise ModelError(f"{parameters.label('high_freq_factor')} is {high:g}: it must exceed low_freq_factor {low:g}")
     return Rope(
         theta,
         RopeScaling.LLAMA3,
@@ -107,9 +100,7 @@ def _yarn(theta: float, trained: int, max_context: int, parameters: Config) -> R
     fast = parameters.number("beta_fast", low=0, high=MAX_FACTOR, default=0.0) or 32.0
     slow = parameters.number("beta_slow", low=0, high=MAX_FACTOR, default=0.0) or 1.0
     if fast < slow:
-        raise ModelError(
-            f"{parameters.label('beta_fast')} is {fast:g}: it must not be below beta_slow {slow:g}"
-        )
+        raise ModelError(f"{parameters.label('beta_fast')} is {fast:g}: it must not be below beta_slow {slow:g}")
     return Rope(
         theta,
         RopeScaling.YARN,

@@ -48,9 +48,7 @@ class Head(IntEnum):
 
     MEAN = 0  # norm each lane, average, lm_head [vocab, hidden]; a plain model is the one-lane case
     SUM_THEN_NORM = 1  # add the lanes, norm, lm_head [vocab, hidden]
-    VOCAB_PARALLEL = (
-        2  # norm each lane; lane l scores its own rows: lm_head [lanes, vocab / lanes, hidden]
-    )
+    VOCAB_PARALLEL = 2  # norm each lane; lane l scores its own rows: lm_head [lanes, vocab / lanes, hidden]
     CONCAT = 3  # norm each lane, concatenate: lm_head [vocab, lanes * hidden]
 
 
@@ -124,34 +122,23 @@ class ModelSpec:
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            raise ModelError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ModelError(f"head_dim {self.head_dim} is odd: RoPE turns pairs of elements")
         for name in ("windows", "reduce_attention", "reduce_mlp"):
             if len(getattr(self, name)) != self.num_layers:
-                raise ModelError(
-                    f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers"
-                )
+                raise ModelError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
         for name in ("num_heads", "num_kv_heads", "intermediate_size"):
             if getattr(self, name) % self.num_lanes:
-                raise ModelError(
-                    f"{name} {getattr(self, name)} does not divide over {self.num_lanes} lanes"
-                )
+                raise ModelError(f"{name} {getattr(self, name)} does not divide over {self.num_lanes} lanes")
         if self.head is Head.VOCAB_PARALLEL and self.vocab_size % self.num_lanes:
-            raise ModelError(
-                f"vocab_size {self.vocab_size} does not divide over {self.num_lanes} lanes"
-            )
+            raise ModelError(f"vocab_size {self.vocab_size} does not divide over {self.num_lanes} lanes")
         if Reduce.DELAYED in self.reduce_attention + self.reduce_mlp and self.delay < 1:
             raise ModelError("a DELAYED reduction needs a delay of at least one layer")
         for name in ("reduce_attention", "reduce_mlp"):
             if Reduce.DELAYED in getattr(self, name)[: self.delay]:
                 layer = getattr(self, name).index(Reduce.DELAYED)
-                raise ModelError(
-                    f"{name} is DELAYED in layer {layer}: "
-                    f"nothing was written {self.delay} layers before"
-                )
+                raise ModelError(f"{name} is DELAYED in layer {layer}: nothing was written {self.delay} layers before")
 
     @property
     def group(self) -> int:
@@ -215,10 +202,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        return sum(
-            math.prod(shape) * (self.num_layers if "{}" in name else 1)
-            for name, shape in self.shapes.items()
-        )
+        return sum(math.prod(shape) * (self.num_layers if "{}" in name else 1) for name, shape in self.shapes.items())
 
     @cached_property
     def bytes_per_token(self) -> int:

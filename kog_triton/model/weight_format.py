@@ -75,9 +75,7 @@ class WeightFormat:
     @property
     def name(self) -> str:
         """For people: "int4 g128", "fp8 128x128", "int8 channel", "mxfp4"."""
-        kind = {Code.E4M3: "fp8", Code.INT8: "int8", Code.UINT4: "int4", Code.E2M1: "fp4"}[
-            self.code
-        ]
+        kind = {Code.E4M3: "fp8", Code.INT8: "int8", Code.UINT4: "int4", Code.E2M1: "fp4"}[self.code]
         if self.code is Code.E2M1 and self.scale is Scale.E8M0 and self.group_cols == 32:
             return "mxfp4"
         if self.group_rows == 1:
@@ -104,9 +102,7 @@ class WeightFormat:
             Offset.ZERO_POINT: self.code.bits,
             Offset.MINIMUM: self.scale.bits,
         }
-        bits = rows * cols * self.code.bits + down * across * (
-            self.scale.bits + beside[self.offset]
-        )
+        bits = rows * cols * self.code.bits + down * across * (self.scale.bits + beside[self.offset])
         return -(-bits // 8)
 
 

@@ -40,9 +40,7 @@ class Alignment:
 
 def align(before: np.ndarray, behind: np.ndarray) -> Alignment:
     """Of one GPU's readings, int64 [rounds, 3] each: the quickest answer counts."""
-    quickest = [
-        readings[np.argmin(readings[:, 2] - readings[:, 0])] for readings in (before, behind)
-    ]
+    quickest = [readings[np.argmin(readings[:, 2] - readings[:, 0])] for readings in (before, behind)]
     both = np.concatenate([before, behind])
     steps = sum(_step(both[:, at]) for at in ([0, 2], [1]))
     errors = [float(heard - asked) / 2 + steps for asked, _, heard in quickest]

@@ -75,9 +75,7 @@ def exposed(lines: RankTimeline) -> list[Exposed]:
 GPUS = 0  # the process of a trace with a track a GPU; that of GPU g's blocks is 1 + g
 
 
-def rank_trace(
-    recording: RankRecording, lines: RankTimeline, about: dict[str, Any]
-) -> dict[str, Any]:
+def rank_trace(recording: RankRecording, lines: RankTimeline, about: dict[str, Any]) -> dict[str, Any]:
     """The document: a track a GPU, side by side, with arrows for exchanges; below them, a process a GPU, its blocks.
 
     A GPU's slice of a span ends when its last block's does. An arrow goes from the work behind which a GPU sent to the

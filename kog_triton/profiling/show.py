@@ -16,9 +16,7 @@ from kog_triton.profiling.ranks import Exposed, RankTimeline, exposed
 from kog_triton.schedule.topology import Gpu
 
 
-def show(
-    recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | None, title: str
-) -> None:
+def show(recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | None, title: str) -> None:
     """Print table and notes on stdout."""
     console = Output()
     console.write_table(span_table(rows, gpu, title))
@@ -99,8 +97,7 @@ def notes(recording: Recording, line: Timeline, rows: list[Figure], gpu: Gpu | N
     if len(recording.plain_step_ns):
         plain = float(recording.plain_step_ns.mean())
         out.append(
-            f"without stamps the same steps take {plain / 1e3:.1f} us: the stamps cost "
-            f"{line.token_ns / plain - 1:+.1%}"
+            f"without stamps the same steps take {plain / 1e3:.1f} us: the stamps cost {line.token_ns / plain - 1:+.1%}"
         )
     strayed = line.clock_error
     error = (

@@ -35,9 +35,7 @@ def block_events(recording: Recording, line: Timeline, process: int) -> list[dic
     events: list[dict[str, Any]] = []
     for block in range(blocks):
         name = {"name": f"block {block}"}
-        events.append(
-            {"ph": "M", "name": "thread_name", "pid": process, "tid": block, "args": name}
-        )
+        events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": block, "args": name})
         for token in range(tokens):
             for i in np.flatnonzero(line.seen[token, block]):
                 span, start = line.spans[i], line.starts[token, block, i]

@@ -78,19 +78,13 @@ def sample(
     best = int(logits.argmax())  # numpy's argmax stops at the first NaN
     if not logits[best] < np.inf:
         what = "NaN" if np.isnan(logits[best]) else "+inf"
-        raise RunError(
-            f"the logits of position {position} hold {what} at id {best}: the run is void"
-        )
+        raise RunError(f"the logits of position {position} hold {what} at id {best}: the run is void")
     edited = adjust(logits, params, history, mask)
     if edited is not logits:
         best = int(edited.argmax())
     if edited[best] == -np.inf:
         raise nothing_allowed(position)
-    token = (
-        best
-        if params.greedy
-        else draw(edited, survivors(edited, params), params, position, sample_idx)
-    )
+    token = best if params.greedy else draw(edited, survivors(edited, params), params, position, sample_idx)
     if params.logprobs is None:
         return Sampled(token)
     return Sampled(token, *raw_logprobs(logits, token, params.logprobs), rank_of(logits, token))
@@ -99,8 +93,7 @@ def sample(
 def nothing_allowed(position: int) -> RequestError:
     """What a backend says when every id is banned."""
     return RequestError(
-        f"no token is allowed at position {position}: relax allowed_token_ids, bad_words, "
-        "min_tokens or the mask"
+        f"no token is allowed at position {position}: relax allowed_token_ids, bad_words, min_tokens or the mask"
     )
 
 
@@ -110,9 +103,7 @@ def rank_of(logits: np.ndarray, token: int) -> int:
     return 1 + int(ahead + np.count_nonzero(logits[:token] == logits[token]))
 
 
-def raw_logprobs(
-    logits: np.ndarray, token: int, k: int
-) -> tuple[float, tuple[tuple[int, float], ...]]:
+def raw_logprobs(logits: np.ndarray, token: int, k: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """ln softmax of the logits as the model made them, in float64: the token's, and the k best.
 
     Best first, ties by id; k = -1 is the whole vocabulary.
@@ -130,17 +121,11 @@ def raw_logprobs(
     return float(wide[token] - log_sum), tuple((int(i), float(wide[i] - log_sum)) for i in ids)
 
 
-def adjust(
-    logits: np.ndarray, params: SamplingParams, history: History, mask: np.ndarray | None = None
-) -> np.ndarray:
+def adjust(logits: np.ndarray, params: SamplingParams, history: History, mask: np.ndarray | None = None) -> np.ndarray:
     """Logits after penalties, bias and bans: a new array, or the given one if nothing applies."""
     banned = _banned_ids(params, history)
     if not (
-        params.has_penalties
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or banned
-        or mask is not None
+        params.has_penalties or params.logit_bias or params.allowed_token_ids is not None or banned or mask is not None
     ):
         return logits
     edited = logits.astype(np.float32)

@@ -59,9 +59,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Collection[int] | None = None
     bad_words: Sequence[str] | None = None
-    logprobs: int | None = (
-        None  # None: none; k: the token's and the k best; -1: the whole vocabulary
-    )
+    logprobs: int | None = None  # None: none; k: the token's and the k best; -1: the whole vocabulary
     prompt_logprobs: int | None = None  # as logprobs, for every token of the prompt
     detokenize: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -186,11 +184,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1
-            or self.frequency_penalty != 0
-            or self.presence_penalty != 0
-        )
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **explicit: Any) -> "SamplingParams":
@@ -201,11 +195,7 @@ class SamplingParams:
         unknown = sorted(set(explicit) - set(cls.__dataclass_fields__))
         if unknown:
             raise RequestError(f"{unknown[0]} is not a sampling parameter")
-        values = {
-            field: config[key]
-            for key, field in GENERATION_CONFIG_FIELDS.items()
-            if config.get(key) is not None
-        }
+        values = {field: config[key] for key, field in GENERATION_CONFIG_FIELDS.items() if config.get(key) is not None}
         return cls(**(values | explicit))
 
     def resolve(
@@ -221,9 +211,7 @@ class SamplingParams:
         an id is outside the vocabulary or a bad word cannot be told in the model's tokens.
         """
         if vocab_size > MAX_VOCAB_SIZE:
-            raise RequestError(
-                f"vocab_size is {vocab_size}: sampling handles up to {MAX_VOCAB_SIZE}"
-            )
+            raise RequestError(f"vocab_size is {vocab_size}: sampling handles up to {MAX_VOCAB_SIZE}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 what = f"{name} token id" if name == "logit_bias" else name

@@ -21,9 +21,7 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     even = counter[[2, 0]].astype(np.uint64)
     odd = counter[[1, 3]].astype(np.uint64)
     for i in range(ROUNDS):
-        round_key = np.array(
-            [[(key[0] + i * WEYL[0]) & WORD], [(key[1] + i * WEYL[1]) & WORD]], np.uint64
-        )
+        round_key = np.array([[(key[0] + i * WEYL[0]) & WORD], [(key[1] + i * WEYL[1]) & WORD]], np.uint64)
         product = even * _MULTIPLIERS
         # new word 0 = hi(M1 c2) ^ c1 ^ k0, 1 = lo(M1 c2), 2 = hi(M0 c0) ^ c3 ^ k1, 3 = lo(M0 c0)
         even = ((product >> np.uint64(32)) ^ odd ^ round_key)[::-1]
@@ -31,9 +29,7 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack([even[1], odd[0], even[0], odd[1]]).astype(np.uint32)
 
 
-def random_words(
-    ids: np.ndarray, position: int | np.ndarray, sample_idx: int, seed: int
-) -> np.ndarray:
+def random_words(ids: np.ndarray, position: int | np.ndarray, sample_idx: int, seed: int) -> np.ndarray:
     """The 32-bit word of each (id, position), which broadcast: uint32 of their joint shape.
 
     counter = (id >> 2, position, sample_idx, 0), key = (seed low, seed high), word id & 3.

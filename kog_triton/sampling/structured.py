@@ -69,9 +69,7 @@ def _constraints() -> list[str]:
 
 def _is_text(value: object) -> bool:
     """Whether it is some text that answers can hold: no lone surrogates."""
-    return (
-        isinstance(value, str) and value != "" and value == value.encode("utf-8", "ignore").decode()
-    )
+    return isinstance(value, str) and value != "" and value == value.encode("utf-8", "ignore").decode()
 
 
 def _wrong(name: str, value: object, allowed: str) -> RequestError:

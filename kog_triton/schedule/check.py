@@ -64,11 +64,7 @@ def _check_layer(partition: Partition, stage: Stage, layer: int, rank: int) -> N
         raise ModelError(f"{stage.name}: owner and block {wrong[0]} disagree")
     whole = np.array_equal(np.sort(units), np.arange(partition.num_units(stage, rank)))
     if whole and layer == 0:  # a unit has the same rows in every layer
-        rows = np.sort(
-            np.concatenate(
-                [partition.block_rows(stage, layer, b, rank) for b in range(len(blocks))]
-            )
-        )
+        rows = np.sort(np.concatenate([partition.block_rows(stage, layer, b, rank) for b in range(len(blocks))]))
         rows = rows[rows != PADDING]
         whole = np.array_equal(rows, np.arange(partition.num_rows(stage, rank)))
     if not whole:
@@ -81,9 +77,7 @@ def check_lowering(lowering: CudaLowering) -> None:
     if lowering.num_blocks > gpu.num_sms:
         raise ModelError(f"{lowering.num_blocks} blocks are not resident on {gpu.num_sms} SMs")
     if lowering.num_blocks < lowering.schedule.shards_per_rank:
-        raise ModelError(
-            f"{lowering.num_blocks} blocks cannot hold {lowering.schedule.shards_per_rank} lanes"
-        )
+        raise ModelError(f"{lowering.num_blocks} blocks cannot hold {lowering.schedule.shards_per_rank} lanes")
     check_schedule(lowering.schedule)
     check_partition(lowering)
     if lowering.ring_slots < lowering.least_ring_slots:

@@ -81,10 +81,7 @@ class CudaLowering(Partition):
     @cached_property
     def weights(self) -> dict[str, StreamWeights]:
         """How every matrix stage's weights lie in the stream, by name."""
-        return {
-            stage.name: stage_weights(self.schedule, stage, self.frag_k)
-            for stage in matrix_stages(self.schedule)
-        }
+        return {stage.name: stage_weights(self.schedule, stage, self.frag_k) for stage in matrix_stages(self.schedule)}
 
     def fragment_bytes(self, stage: Stage) -> int:
         """Of one fragment of all warps, scales included."""
@@ -168,10 +165,7 @@ class CudaLowering(Partition):
         What is staged for one of a layer's wide stages serves the other."""
         if not self.weights[stage.name].integer:
             return 0
-        sums = max(
-            self._staged_scales(s) * columns * self.weights[s.name].sum_bytes
-            for s in self._staged_alike(stage)
-        )
+        sums = max(self._staged_scales(s) * columns * self.weights[s.name].sum_bytes for s in self._staged_alike(stage))
         size = 4 * self.whole_sums_at(stage, columns) + sums
         return -(-size // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
 
@@ -225,9 +219,7 @@ class CudaLowering(Partition):
     def stage_bytes(self, stage: Stage, layer: int, rank: int = 0) -> int:
         """Weight bytes that all blocks of a rank read in one run of a stage, padding included."""
         blocks = self.group_index(stage, np.arange(self.num_blocks))
-        return self.fragment_bytes(stage) * int(
-            self.stage_fragments(stage, layer, blocks, rank).sum()
-        )
+        return self.fragment_bytes(stage) * int(self.stage_fragments(stage, layer, blocks, rank).sum())
 
     def group_index(self, stage: Stage, block: Units) -> Units:
         """A rank's block as its index in the group that runs the stage, or each of an array of them."""
@@ -284,9 +276,7 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
         if tilings is not None:
             candidates.append(CudaLowering(schedule, blocks, tilings, gpu, frag_k, fragments))
     if not candidates:
-        raise ModelError(
-            f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend"
-        )
+        raise ModelError(f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend")
     deep = [c for c in candidates if c.ring_slots >= 2 * c.least_window]
     best = min(
         deep or candidates,
@@ -355,9 +345,7 @@ def unit_period(fragments_of_unit: int, fragments: int) -> int:
 def slice_values(schedule: Schedule, frag_k: int) -> int:
     """Of x, that a warp stages: of the residual stream, in whole fragments of every stage that multiplies x."""
     packs = (
-        stage_weights(schedule, stage, frag_k).pack
-        for stage in matrix_stages(schedule)
-        if stage.source in ("x", "y")
+        stage_weights(schedule, stage, frag_k).pack for stage in matrix_stages(schedule) if stage.source in ("x", "y")
     )
     whole = frag_k * max(packs)
     return -(-schedule.spec.hidden_size // (WARPS * whole)) * whole
@@ -373,9 +361,7 @@ def _is_staged(schedule: Schedule, stage: Stage, tiling: Tiling, frag_k: int) ->
     return multiplied == staged if tiling.k_parts == WARPS else multiplied <= staged
 
 
-def cut_stages(
-    schedule: Schedule, frag_k: int, fragments: int, blocks: int
-) -> dict[str, Tiling] | None:
+def cut_stages(schedule: Schedule, frag_k: int, fragments: int, blocks: int) -> dict[str, Tiling] | None:
     """How every matrix stage is cut, by name; None if one of them cannot be."""
     tilings = {}
     for stage in matrix_stages(schedule):
@@ -386,9 +372,7 @@ def cut_stages(
     return tilings
 
 
-def _tiling(
-    schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int
-) -> Tiling | None:
+def _tiling(schedule: Schedule, stage: Stage, frag_k: int, fragments: int, blocks: int) -> Tiling | None:
     """How a stage is cut, so that its slowest block has least to do; None if it cannot be."""
     options = []
     weights = stage_weights(schedule, stage, frag_k)

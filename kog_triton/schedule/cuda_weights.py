@@ -40,9 +40,7 @@ class StreamWeights:
 
     format: WeightFormat | None  # None: 16 bits a weight
     frag_k: int
-    distinct_rows: int = (
-        FRAGMENT_ROWS  # of a fragment, whose scales are stored: all 8, the first 2, or 1
-    )
+    distinct_rows: int = FRAGMENT_ROWS  # of a fragment, whose scales are stored: all 8, the first 2, or 1
 
     def __post_init__(self) -> None:
         assert self.distinct_rows in (1, 2, FRAGMENT_ROWS), self.distinct_rows
@@ -169,15 +167,11 @@ def _called(how: WeightFormat | None) -> str:
 
 def unreadable(schedule: Schedule) -> str:
     """Why the CUDA kernel does not read a model's narrow weights, "" if it does."""
-    unknown = {
-        how.name: None for _, how in schedule.spec.narrow if how.offset and not how.group_cols
-    }
+    unknown = {how.name: None for _, how in schedule.spec.narrow if how.offset and not how.group_cols}
     if unknown:
         return f"it does not read {', '.join(unknown)} weights with zero points or minimums"
     cut = {
-        how.name: None
-        for _, how in schedule.spec.narrow
-        if how.code is not Code.E4M3 and how.group_cols % STEP_VALUES
+        how.name: None for _, how in schedule.spec.narrow if how.code is not Code.E4M3 and how.group_cols % STEP_VALUES
     }
     if cut:
         return f"it reads groups that {STEP_VALUES} divides, not {', '.join(cut)}"
@@ -232,8 +226,4 @@ def _shard_rows(schedule: Schedule, stage: Stage, weight: str) -> int:
     """A shard's rows of one of the matrices that a stage stacks."""
     heads = {"q_proj": schedule.shard_heads}
     heads |= dict.fromkeys(("k_proj", "v_proj"), schedule.shard_kv_heads)
-    return (
-        heads[weight] * schedule.spec.head_dim
-        if weight in heads
-        else stage.rows // len(stage.weights)
-    )
+    return heads[weight] * schedule.spec.head_dim if weight in heads else stage.rows // len(stage.weights)

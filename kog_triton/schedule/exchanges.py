@@ -165,9 +165,7 @@ def layer_steps(schedule: Schedule, parts: Mapping[str, tuple[str, ...]]) -> tup
     return tuple(step for stage in stages for step in parts.get(stage.name, (stage.name,)))
 
 
-def some(
-    name: str, producer: str, readers: Sequence[str], words: int, rows: int, mark: Mark = Mark.PHASE
-) -> Exchange:
+def some(name: str, producer: str, readers: Sequence[str], words: int, rows: int, mark: Mark = Mark.PHASE) -> Exchange:
     """Of a lane, by some of its blocks for some of them."""
     to = tuple(Reader(step, Of.SOME) for step in readers)
     return Exchange(name, producer, to, words, rows, mark=mark, who=Who.SOME)
@@ -331,9 +329,7 @@ class _Run:
                     while n >= 0 and (uses[n].token, uses[n].layer) != wanted:
                         n -= 1
                 if n < 0:
-                    raise ModelError(
-                        f"{exchange.name}: {step} waits for it before anybody has written it"
-                    )
+                    raise ModelError(f"{exchange.name}: {step} waits for it before anybody has written it")
                 yield exchange, reader, n
 
     def owners(self, exchange: Exchange, layer: int) -> Array:

@@ -26,9 +26,7 @@ class Tiling:
     unit_rows: int  # rows that one block takes at once, in `row_order`
     k_parts: int = 1  # parts of K that are summed in order
     k_step: int = 1  # every part is zero-padded to a multiple of this
-    fragment_rows: int = (
-        0  # rows of what one warp multiplies at once, where that is the stage's own
-    )
+    fragment_rows: int = 0  # rows of what one warp multiplies at once, where that is the stage's own
     shift: int = 0  # blocks by which the blocks with one unit more lie further on
 
     def padded_k(self, cols: int) -> int:
@@ -63,9 +61,7 @@ class Partition:
         """Units of the block whose group index is `block`. Consecutive, so that a block publishes a run."""
         return range(*self.unit_bounds(stage, layer, block, rank))
 
-    def unit_bounds(
-        self, stage: Stage, layer: int, block: Units, rank: int = 0
-    ) -> tuple[Units, Units]:
+    def unit_bounds(self, stage: Stage, layer: int, block: Units, rank: int = 0) -> tuple[Units, Units]:
         """The first of `block_units` and the one behind the last, of one block or of each of an array of them."""
         size, units = self.group_size(stage), self.num_units(stage, rank)
         # Blocks with one unit more lie evenly spread, so moving on by one block a layer keeps any two
@@ -87,9 +83,7 @@ class Partition:
         """
         return self.rows_of_blocks(stage, layer, np.array([block]), rank)[0]
 
-    def rows_of_blocks(
-        self, stage: Stage, layer: int, blocks: np.ndarray, rank: int = 0
-    ) -> np.ndarray:
+    def rows_of_blocks(self, stage: Stage, layer: int, blocks: np.ndarray, rank: int = 0) -> np.ndarray:
         """`block_rows` of blocks with equally many units: int64 [blocks, rows]."""
         unit = self.tilings[stage.name].unit_rows
         first, last = self.unit_bounds(stage, layer, blocks, rank)

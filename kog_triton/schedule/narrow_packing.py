@@ -49,16 +49,12 @@ class NarrowMatrix:
         return NarrowMatrix(*(None if part is None else part[first:last] for part in parts))
 
 
-def pack_narrow(
-    lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: NarrowMatrix
-) -> Any:
+def pack_narrow(lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: NarrowMatrix) -> Any:
     """Ring slots of one stage, of blocks with equally many units: uint8 [blocks, slots, bytes of a full slot]."""
     weights, tiling = lowering.weights[stage.name], lowering.tilings[stage.name]
     assert weights.format is not None
     each, parts, padded = lowering.unit_fragments(stage), tiling.k_parts, lowering.padded_k(stage)
-    rows = lowering.rows_of_blocks(
-        stage, layer, lowering.group_index(stage, np.array(blocks)), rank
-    )
+    rows = lowering.rows_of_blocks(stage, layer, lowering.group_index(stage, np.array(blocks)), rank)
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     groups = WARPS // parts
     real = np.flatnonzero(rows.reshape(-1) != PADDING)
@@ -123,13 +119,9 @@ def stored_order(weights: StreamWeights) -> np.ndarray:
     """Which value of K of a fragment's row each stored code is: int64 [frag_k * pack], thread after thread."""
     assert weights.format is not None
     each = weights.frag_k // QUARTERS  # of a thread and step
-    quarter, step, place = np.meshgrid(
-        np.arange(QUARTERS), np.arange(weights.pack), np.arange(each), indexing="ij"
-    )
+    quarter, step, place = np.meshgrid(np.arange(QUARTERS), np.arange(weights.pack), np.arange(each), indexing="ij")
     value = place
-    if (
-        weights.format.code is Code.E4M3
-    ):  # the two target words of each two stored ones, then their halves
+    if weights.format.code is Code.E4M3:  # the two target words of each two stored ones, then their halves
         value = place // 4 * 4 + 2 * (1 - place % 2) + place % 4 // 2
     elif weights.format.code is Code.UINT4:  # pairs become a byte
         value = place // 2 + place % 2 * (each // 2)

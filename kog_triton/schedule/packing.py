@@ -15,18 +15,14 @@ from kog_triton.schedule.schedule import Stage
 PLACE_BYTES = 64  # that a product's kernel counts in: 32 bits reach 274 GB
 
 
-def pack_blocks(
-    lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any
-) -> Any:
+def pack_blocks(lowering: CudaLowering, stage: Stage, layer: int, blocks: list[int], rank: int, w: Any) -> Any:
     """Ring slots of one stage, of blocks with equally many units: [blocks, slots, fragments, warps, *fragment].
 
     `w` [rows, cols] is the shard's matrix, gate above up; of the head, the rows that the rank scores.
     """
     tiling, (high, wide) = lowering.tilings[stage.name], lowering.fragment(stage)
     steps, parts = lowering.steps(stage), tiling.k_parts
-    rows = lowering.rows_of_blocks(
-        stage, layer, lowering.group_index(stage, np.array(blocks)), rank
-    )
+    rows = lowering.rows_of_blocks(stage, layer, lowering.group_index(stage, np.array(blocks)), rank)
     count, units = len(blocks), rows.shape[1] // tiling.unit_rows
     flat = new_like(w, (rows.size, lowering.padded_k(stage)))
     real = np.flatnonzero(rows.reshape(-1) != PADDING)

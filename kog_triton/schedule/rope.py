@@ -25,11 +25,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     if rope.scaling is RopeScaling.YARN:
 
         def pair_that_rotates(times: float) -> float:
-            return (
-                half
-                * math.log(rope.original_context / (times * 2 * math.pi))
-                / math.log(rope.theta)
-            )
+            return half * math.log(rope.original_context / (times * 2 * math.pi)) / math.log(rope.theta)
 
         low, high = pair_that_rotates(rope.beta_fast), pair_that_rotates(rope.beta_slow)
         if rope.truncate:
@@ -43,8 +39,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> np.ndarray:
     """cos and sin of every position, float32 [num_positions, 2, head_dim / 2]."""
-    angle = np.arange(num_positions, dtype=np.float64)[:, None] * inverse_frequencies(
-        rope, head_dim
-    )
+    angle = np.arange(num_positions, dtype=np.float64)[:, None] * inverse_frequencies(rope, head_dim)
     table = np.stack([np.cos(angle), np.sin(angle)], axis=1) * rope.attention_factor
     return table.astype(np.float32)

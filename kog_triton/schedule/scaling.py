@@ -70,9 +70,7 @@ def exchanges(schedule: Schedule) -> tuple[int, int]:
     wait for nobody."""
     spec = schedule.spec
     modules = spec.reduce_attention + spec.reduce_mlp
-    tail = 1 + (
-        spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL
-    )  # candidates; the lanes' mix
+    tail = 1 + (spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL)  # candidates; the lanes' mix
     over_gpus = sum(how is Reduce.NOW for how in modules) + tail
     # A layer's: queries, keys and values; attention; the FFN's inner vector; both modules' outputs.
     return 5 * spec.num_layers + tail, over_gpus if schedule.num_ranks > 1 else 0

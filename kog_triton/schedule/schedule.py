@@ -180,11 +180,7 @@ def build(spec: ModelSpec, num_ranks: int = 1) -> Schedule:
     if num_ranks < 1:
         raise ModelError(f"cannot run on {num_ranks} GPUs")
     shards = lanes if lanes > 1 else num_ranks
-    fit = [
-        n
-        for n in range(1, MOST_GPUS + 1)
-        if (lanes % n == 0 if lanes > 1 else _heads_divide(spec, n))
-    ]
+    fit = [n for n in range(1, MOST_GPUS + 1) if (lanes % n == 0 if lanes > 1 else _heads_divide(spec, n))]
     choose = f"choose one of {', '.join(map(str, fit))}"
     if num_ranks > MOST_GPUS:
         raise ModelError(f"{num_ranks} GPUs: {MOST_GPUS} are the most: {choose}")

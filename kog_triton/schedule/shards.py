@@ -41,9 +41,7 @@ def shard_bias(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     if stage.cut is Axis.ROWS:
         tensor = _spread(schedule, stage, tensor)
         return tensor.reshape(shards, tensor.shape[1] // shards)
-    out = (
-        tensor.reshape(1, rows).repeat(shards, 0) if _is_numpy(tensor) else tensor.repeat(shards, 1)
-    )
+    out = tensor.reshape(1, rows).repeat(shards, 0) if _is_numpy(tensor) else tensor.repeat(shards, 1)
     out[1:] = 0
     return out
 
@@ -59,10 +57,7 @@ def _spread(schedule: Schedule, stage: Stage, tensor: Any) -> Any:
     """[1, n, ...] with as much of the second axis for each shard: KV heads as often as they are held, zeros behind an
     FFN's outputs. A view where nothing is to be added."""
     spec, count = schedule.spec, tensor.shape[1]
-    if (
-        stage.name == "qkv_proj"
-        and count < schedule.shard_heads * schedule.num_shards * spec.head_dim
-    ):
+    if stage.name == "qkv_proj" and count < schedule.shard_heads * schedule.num_shards * spec.head_dim:
         if schedule.kv_copies == 1:
             return tensor
         heads = [head for head in range(spec.num_kv_heads) for _ in range(schedule.kv_copies)]

@@ -62,9 +62,7 @@ class Seen:
 
 def _hopper(name: str, sms: int, blocks: int, rate: float, gb: int, *aliases: str) -> Gpu:
     l2 = 50 * MB
-    return Gpu(
-        name, "nvidia", "sm_90a", sms, blocks, 32, rate, 227 * KB, gb * 10**9, l2, 1, aliases
-    )
+    return Gpu(name, "nvidia", "sm_90a", sms, blocks, 32, rate, 227 * KB, gb * 10**9, l2, 1, aliases)
 
 
 GPUS: dict[str, Gpu] = {
@@ -142,9 +140,7 @@ def find_gpu(name: str) -> Gpu:
     """The row of a GPU by its short name or by the name its driver reports; DeviceError if unknown."""
     gpu = GPUS.get(name.lower()) or _row_of(name)
     if gpu is None:
-        raise DeviceError(
-            f"no GPU named {name!r}: have {', '.join(GPUS)} (a new one is a row in topology.py)"
-        )
+        raise DeviceError(f"no GPU named {name!r}: have {', '.join(GPUS)} (a new one is a row in topology.py)")
     return gpu
 
 

@@ -77,9 +77,7 @@ class StageTiles:
     loop_units: int = 0  # row tiles of one iteration of a loop; 0: no loop
     flight: int = 0  # bytes that may be on their way; one tile is, whatever its size
     most_first: int = MOST_AHEAD  # tiles that the stage before asks for
-    codes: TileCodes | None = (
-        None  # None: 16 bits a weight; `widths` are words of those in any case
-    )
+    codes: TileCodes | None = None  # None: 16 bits a weight; `widths` are words of those in any case
 
     @property
     def is_narrow(self) -> bool:
@@ -189,10 +187,7 @@ class StageTiles:
     def looped(self) -> int:
         """Units of a stage that reads row by row all of whose tiles ask for tiles of the stage, as if it had no end."""
         for tile in range(self.tiles):
-            if (
-                self.asked_before(tile) == self.tiles
-                or self.asked_before(tile + 1, True) > self.tiles
-            ):
+            if self.asked_before(tile) == self.tiles or self.asked_before(tile + 1, True) > self.tiles:
                 return tile // self.k_tiles
         return self.units
 
@@ -333,9 +328,7 @@ def lower_tiles(
         raise ModelError(f"the triton backend: {reason}")
     for name in ("hidden_size", "lane_intermediate_size", "head_dim"):
         if getattr(spec, name) % 4:
-            raise ModelError(
-                f"the triton backend needs {name} {getattr(spec, name)} in steps of four"
-            )
+            raise ModelError(f"the triton backend needs {name} {getattr(spec, name)} in steps of four")
     lanes = schedule.shards_per_rank
     delayed = Reduce.DELAYED in spec.reduce_attention + spec.reduce_mlp
     sizes = SIZES[vendor]
@@ -403,9 +396,7 @@ def _words_read(tiling: tuple[int, tuple[StageTiles, ...]], layers: int) -> int:
 Option = tuple[float, int, int, tuple[StageTiles, ...]]  # cost, -blocks of a lane, -words, stages
 
 
-def _tile_stages(
-    schedule: Schedule, most: int, tile_bytes: int
-) -> tuple[int, tuple[StageTiles, ...]]:
+def _tile_stages(schedule: Schedule, most: int, tile_bytes: int) -> tuple[int, tuple[StageTiles, ...]]:
     """Blocks of a lane, at most `most`, and every stage's tiling.
 
     As many blocks as share rows in tiles that need no loop, or those with loops if a block then reads less.
@@ -452,11 +443,7 @@ def _options_over(schedule: Schedule, group: int, tile_bytes: int) -> list[Optio
             shared = stage.prologue.name == "RMS_NORM" or name == "lm_head"
             cuts = [widths] if shared else _cuts(stage.cols)
             size = blocks if stage.scope is Scope.ALL else group
-            tilings = [
-                t
-                for cut in cuts
-                for t in _stage_tilings(stage, index, size, cut, tile_bytes, codes)
-            ]
+            tilings = [t for cut in cuts for t in _stage_tilings(stage, index, size, cut, tile_bytes, codes)]
             if name == "lm_head" and codes == stages[0].codes:  # see below
                 tilings = [t for t in tilings if t.tile_rows == stages[0].tile_rows]
             tiling = min(tilings, key=_cost, default=None)
@@ -554,9 +541,7 @@ def _stage_tilings(
         loop_units = _loop_units(units, len(widths), most) if wired else 0
         if wired:  # every block has rows of its own, and sums of all of them
             sums = units * max(1, tile_rows // 8)
-            fits = (
-                fits and units * tile_rows * (size - 1) < rows and (not loop_units or sums <= SUMS)
-            )
+            fits = fits and units * tile_rows * (size - 1) < rows and (not loop_units or sums <= SUMS)
         if fits and loop_units is not None:
             shape = (rows, stage.cols, tile_rows, widths, units, wired)
             tiling = StageTiles(stage.name, index, *shape, loop_units=loop_units, codes=codes)

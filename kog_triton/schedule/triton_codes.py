@@ -107,9 +107,7 @@ def unreadable_codes(schedule: Schedule) -> str:
     return ""
 
 
-def pack_codes(
-    codes: TileCodes, values: Any, shape: TileShape, join: Callable[[list[Any]], Any]
-) -> Any:
+def pack_codes(codes: TileCodes, values: Any, shape: TileShape, join: Callable[[list[Any]], Any]) -> Any:
     """A tile's bytes [n, words of it * 4], uint8, of `values`: codes, scales and zero points of n tiles.
 
     codes   [n, rows, values of a row] uint8     scales, zero points   [n, rows, groups * 4], float32 as bytes

@@ -60,9 +60,7 @@ def _decode_exchanges(
 ) -> tuple[ex.Exchange, ...]:
     """Of layers whose modules are reduced so."""
 
-    def every(
-        name: str, steps: tuple[str, str], values: int, restarts: bool = False
-    ) -> ex.Exchange:
+    def every(name: str, steps: tuple[str, str], values: int, restarts: bool = False) -> ex.Exchange:
         """int64 values of every block."""
         words, to = 2 * values * t.num_blocks, (ex.Reader(steps[1]),)
         e = ex.Exchange(name, steps[0], to, words, 1, 2, ex.Mark.NUMBER, scope=Scope.ALL)
@@ -71,8 +69,7 @@ def _decode_exchanges(
     out, late = [], []
     for (name, stage, reader), hows in zip(MODULES, (attention, mlp), strict=True):
         now, delayed = (
-            tuple(n for n, h in enumerate(hows) if t.lanes > 1 and h is how)
-            for how in (Reduce.NOW, Reduce.DELAYED)
+            tuple(n for n, h in enumerate(hows) if t.lanes > 1 and h is how) for how in (Reduce.NOW, Reduce.DELAYED)
         )
         alone = tuple(n for n in range(len(hows)) if n not in now) if now else None
         own, all_lanes = ex.Reader(reader, ex.Of.LANE, layers=alone), ex.Reader(reader, layers=now)

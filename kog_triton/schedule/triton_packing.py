@@ -34,9 +34,7 @@ def unpack_tiles(stage: Stage, t: StageTiles, group: int, packed: Any) -> Any:
     padded = _zeros(packed, (shards_on, group, t.units, t.tile_rows, t.row_words, 2))
     for k, tiles in tiles_of(t, shards_on * group, packed):
         part = tiles.reshape(t.units, shards_on, group, t.tile_rows, t.widths[k], 2)
-        padded[..., t.first_word(k) : t.first_word(k) + t.widths[k], :] = _permute(
-            part, (1, 2, 0, 3, 4, 5)
-        )
+        padded[..., t.first_word(k) : t.first_word(k) + t.widths[k], :] = _permute(part, (1, 2, 0, 3, 4, 5))
     shape = (shards_on, group * t.block_rows, 2 * t.row_words)
     return padded.reshape(shape)[:, : stage.rows, : stage.cols]
 
@@ -48,9 +46,7 @@ def tiles_of(t: StageTiles, blocks: int, packed: Any) -> Iterator[tuple[int, Any
         whole = t.units * step if t.wired else t.words  # in which they lie `step` words apart
         begin = blocks * (first if t.wired else 0)
         inside = 0 if t.wired else blocks * first
-        run = packed[begin : begin + blocks * whole].reshape(
-            t.units, blocks * step, packed.shape[-1]
-        )
+        run = packed[begin : begin + blocks * whole].reshape(t.units, blocks * step, packed.shape[-1])
         yield k, run[:, inside : inside + blocks * t.tile_words(k)]
 
 

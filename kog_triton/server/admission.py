@@ -19,9 +19,7 @@ class Admission:
     def enter(self) -> Iterator[None]:
         """Inside, the request has its place; Problem 503 if there is none."""
         if self.draining:
-            raise Problem(
-                503, "the server is shutting down: send it elsewhere", code="draining", retry=True
-            )
+            raise Problem(503, "the server is shutting down: send it elsewhere", code="draining", retry=True)
         if self.num_inside >= self._most:
             self.num_refused += 1
             raise Problem(

@@ -88,9 +88,7 @@ class Answer(Response):
         super().__init__()
         self._samples, self._renderer, self._metrics = samples, renderer, metrics
         self._entered, self._stream, self._keep_alive_s = entered, stream, keep_alive_s
-        told = ", ".join(
-            name.encode("ascii", "replace").decode() for name in ignored if name.isprintable()
-        )
+        told = ", ".join(name.encode("ascii", "replace").decode() for name in ignored if name.isprintable())
         self._extra = [(b"x-kog-ignored", told.encode())] if told else []
         self._last_sent, self._sending_since = time.perf_counter(), math.inf
 

@@ -20,9 +20,7 @@ from kog_triton.text.answer import AnswerParser
 from kog_triton.text.reasoning import CLOSE, OPEN
 
 # What a request may tell the template beside its messages: names of vLLM's and of templates in use.
-TEMPLATE_KWARGS = frozenset(
-    ["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "preserve_thinking"]
-)
+TEMPLATE_KWARGS = frozenset(["enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "preserve_thinking"])
 UNSUPPORTED = ("audio", "functions", "function_call")
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 TAIL_IDS = 64  # of a prompt's end, in which a block of reasoning may open
@@ -41,9 +39,7 @@ class Asked:
     one_call: bool
 
     def parser(self) -> AnswerParser:
-        return AnswerParser(
-            self.tool_parser, self.tools, self.reasons, self.inside, one_call=self.one_call
-        )
+        return AnswerParser(self.tool_parser, self.tools, self.reasons, self.inside, one_call=self.one_call)
 
 
 async def read_chat(
@@ -86,16 +82,12 @@ async def read_chat(
     elif body.max_tokens is not None:
         given["max_tokens"] = body.max_tokens
     if cut_to_room and "max_tokens" in given:
-        given["max_tokens"] = min(
-            given["max_tokens"], max(1, model.opened.max_context - len(token_ids))
-        )
+        given["max_tokens"] = min(given["max_tokens"], max(1, model.opened.max_context - len(token_ids)))
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     if forced:
         if "structured_outputs" in given:
-            raise Problem(
-                400, "tool_choice and response_format both shape the answer: leave out one"
-            )
+            raise Problem(400, "tool_choice and response_format both shape the answer: leave out one")
         assert tool_parser is not None
         given["structured_outputs"] = forced_call(tool_parser, tools, name)
     inside = model.reasons and await _opens_reasoning(model, body, tools, kwargs, token_ids)
@@ -190,13 +182,9 @@ def usable_tools(tools: Sequence[Tool] | None) -> tuple[dict[str, Any], ...]:
             continue
         function = tool.function
         if not function or not isinstance(function.get("name"), str) or not function["name"]:
-            raise Problem(
-                400, "a tool of type function needs a function with a name", param="tools"
-            )
+            raise Problem(400, "a tool of type function needs a function with a name", param="tools")
         if not isinstance(function.get("parameters"), dict | None):
-            raise Problem(
-                400, f"the parameters of tool {function['name'][:40]} are no object", param="tools"
-            )
+            raise Problem(400, f"the parameters of tool {function['name'][:40]} are no object", param="tools")
         found.append({"type": "function", "function": function})
     return tuple(found)
 
@@ -272,9 +260,7 @@ def _plain(message: Message, index: int, named: Callable[[str], bool]) -> dict[s
 def _call(call: dict[str, Any], index: int) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Problem(
-            400, f"messages[{index}].tool_calls needs a function with a name", param="messages"
-        )
+        raise Problem(400, f"messages[{index}].tool_calls needs a function with a name", param="messages")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:

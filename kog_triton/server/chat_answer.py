@@ -132,8 +132,7 @@ class ChatAnswer:
             message["reasoning_content"] = message["reasoning"] = reasoning or None
         if told.calls:
             message["tool_calls"] = [
-                self._call(index, number, call.name, call.arguments)
-                for number, call in enumerate(told.calls)
+                self._call(index, number, call.name, call.arguments) for number, call in enumerate(told.calls)
             ]
         return {
             "index": index,

@@ -98,9 +98,7 @@ class EngineServer:
 
     def weigh(self) -> None:
         held: dict[str, int] = {}
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the backend's own thread may add to a dict meanwhile
+        with contextlib.suppress(RuntimeError):  # the backend's own thread may add to a dict meanwhile
             held = self._llm.engine.backend.memory_bytes()
         self._outbox.send(wire.frame(wire.Held(held)))
 

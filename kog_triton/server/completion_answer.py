@@ -87,11 +87,7 @@ class CompletionAnswer:
         return self._events.event({"choices": [choice], "progress": now} | end)
 
     def last(self) -> bytes:
-        end = (
-            self._events.event({"choices": [], "usage": self._usage()})
-            if self._include_usage
-            else b""
-        )
+        end = self._events.event({"choices": [], "usage": self._usage()}) if self._include_usage else b""
         return end + b"data: [DONE]\n\n"
 
     def error(self, problem: Problem) -> bytes:

@@ -69,9 +69,7 @@ def _rounded(value: float | None, scale: float = 1.0) -> float | None:
     return None if value is None else round(value * scale, 3)
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]], most: int
-) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]], most: int) -> dict[str, Any]:
     """Of each token, and of the `most` likeliest in its place."""
 
     def entry(token: int, found: Logprob) -> dict[str, Any]:
@@ -89,9 +87,7 @@ def chat_logprobs(
             (c for c in candidates.items() if c[1].rank and c[1].rank <= most),
             key=lambda c: c[1].rank or 0,
         )
-        content.append(
-            entry(chosen, found) | {"top_logprobs": [entry(*candidate) for candidate in best]}
-        )
+        content.append(entry(chosen, found) | {"top_logprobs": [entry(*candidate) for candidate in best]})
     return {"content": content, "refusal": None}
 
 

@@ -59,9 +59,7 @@ def _read(body: bytes) -> Any:
             cache_strings="keys",  # a client's words are not kept
         )
     except ValueError as error:
-        raise Problem(
-            400, f"the body is no JSON: {first_line(error)}", code="invalid_json"
-        ) from error
+        raise Problem(400, f"the body is no JSON: {first_line(error)}", code="invalid_json") from error
     check_depth(value)
     return value
 

@@ -38,9 +38,7 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         told = dict(scope["headers"]).get(b"content-length", b"0")
-        too_large = Problem(
-            413, f"the body is larger than {self._most} bytes", code="body_too_large"
-        )
+        too_large = Problem(413, f"the body is larger than {self._most} bytes", code="body_too_large")
         if not told.isdigit() or len(told) > 18 or int(told) > self._most:
             return await refuse(too_large, scope, send)
         size = 0

@@ -37,9 +37,7 @@ class MessagesAnswer(BlockStream):
 
     def last(self) -> bytes:
         output = self._output()
-        self._say(
-            "message_delta", delta=self._stop(), usage=_usage(output), timings=timings(output)
-        )
+        self._say("message_delta", delta=self._stop(), usage=_usage(output), timings=timings(output))
         self._say("message_stop")
         return self._take_events()
 

@@ -157,9 +157,7 @@ class ServerMetrics(Collector):
             ("decode_steps", "heartbeats of the backend", supervisor.beats_total),
         ):
             yield CounterMetricFamily(f"kog:{name}", text, value=value)
-        yield GaugeMetricFamily(
-            "kog:engine_up", "whether an engine serves", value=supervisor.state == "ready"
-        )
+        yield GaugeMetricFamily("kog:engine_up", "whether an engine serves", value=supervisor.state == "ready")
         yield GaugeMetricFamily(
             "kog:device_heartbeat_age_seconds",
             "since the engine gave a sign",

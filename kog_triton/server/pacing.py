@@ -7,9 +7,7 @@ event a display frame holds 30 tokens. `tokens` asks for an event every so many 
 import math
 from dataclasses import dataclass
 
-INTERVAL_S = (
-    0.010  # between events: above it with the timer's own lateness, they stay within 8 to 16 ms
-)
+INTERVAL_S = 0.010  # between events: above it with the timer's own lateness, they stay within 8 to 16 ms
 MAX_INTERVAL_S = 10.0
 MAX_TOKENS = 1 << 16
 

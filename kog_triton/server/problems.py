@@ -61,9 +61,7 @@ def problem_of(error: BaseException) -> Problem:
         field = str(error).partition(" ")[0]  # as errors.wrong begins
         param = field if field in SamplingParams.__dataclass_fields__ else None
         return Problem(400, str(error), code="invalid_value", param=param)
-    if isinstance(
-        error, DeviceError
-    ):  # its memory was not enough for this request, beside the others
+    if isinstance(error, DeviceError):  # its memory was not enough for this request, beside the others
         return Problem(503, str(error), code="device_error", retry=True)
     if isinstance(error, KogError):
         return Problem(500, str(error), code="engine_error")

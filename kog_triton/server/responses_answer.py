@@ -19,9 +19,7 @@ from kog_triton.text.tool_calls import ToolCall
 class ResponsesAnswer(BlockStream):
     REASONING, TEXT = "reasoning", "message"
 
-    def __init__(
-        self, answer_id: str, model: ServedModel, asked: Asked, body: ResponsesBody
-    ) -> None:
+    def __init__(self, answer_id: str, model: ServedModel, asked: Asked, body: ResponsesBody) -> None:
         self._id, self._model, self._asked, self._body = answer_id, model, asked, body
         self._created = int(time.time())
         super().__init__(Told(asked.parser()))
@@ -84,9 +82,7 @@ class ResponsesAnswer(BlockStream):
         self._items.append(item)
         self._open, self._pieces = True, []
         self._say("response.output_item.added", output_index=len(self._items) - 1, item=item)
-        self._say(
-            "response.content_part.added", **self._place(), content_index=0, part=_part(kind, "")
-        )
+        self._say("response.content_part.added", **self._place(), content_index=0, part=_part(kind, ""))
 
     def _close(self, cut: bool = False) -> None:
         if not self._open:
@@ -106,9 +102,7 @@ class ResponsesAnswer(BlockStream):
         self._say("response.content_part.done", **self._place(), content_index=0, part=part)
         status = "incomplete" if cut else "completed"
         self._items[-1] = item | {"status": status, "content": [part]}
-        self._say(
-            "response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1]
-        )
+        self._say("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
         self._open = False
 
     def _add_call(self, call: ToolCall) -> None:
@@ -151,9 +145,7 @@ class ResponsesAnswer(BlockStream):
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": self._model.name,

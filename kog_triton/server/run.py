@@ -113,9 +113,7 @@ async def serve(settings: Settings) -> int:
     in_line = min(MAX_SLOTS, (num_slots + queued) * num_slots)
     options = settings.llm | {"max_waiting": in_line}
     supervisor = Supervisor(options, settings.silent_s, metrics.inter_token.observe)
-    service = Service(
-        supervisor, metrics, Admission(num_slots + queued), settings.interval, settings.keep_alive_s
-    )
+    service = Service(supervisor, metrics, Admission(num_slots + queued), settings.interval, settings.keep_alive_s)
     metrics.supervisor, metrics.admission = supervisor, service.admission
     config = uvicorn.Config(
         make_app(service, settings.keys),

@@ -63,10 +63,7 @@ class Samples:
     ) -> None:
         self._supervisor, self._model, self._metrics = supervisor, model, metrics
         self._most = interval.tokens
-        seeds = [
-            model.seeds.getrandbits(32) if job.params.seed is None else job.params.seed
-            for job in jobs
-        ]
+        seeds = [model.seeds.getrandbits(32) if job.params.seed is None else job.params.seed for job in jobs]
         self._waiting = deque(
             (i * job.params.n + s, job, seed, s)
             for i, (job, seed) in enumerate(zip(jobs, seeds, strict=True))

@@ -46,9 +46,7 @@ class Service:
                 param="model",
             )
 
-    async def encode(
-        self, text: str, add_special_tokens: bool = True, bounded: bool = True
-    ) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True, bounded: bool = True) -> list[int]:
         """Ids of a text, in a thread: a long one takes a second. `bounded`: as of asked.render."""
         self.check_length(len(text))
         most = self.model.opened.max_context if bounded else None

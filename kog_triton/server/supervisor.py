@@ -190,9 +190,7 @@ class Supervisor:
         elif (claim := self._claims.get(message.id)) is not None:
             self._tell(claim, message)
 
-    def _tell(
-        self, claim: RemoteClaim, message: wire.Accepted | wire.Began | wire.Scores | wire.Ended
-    ) -> None:
+    def _tell(self, claim: RemoteClaim, message: wire.Accepted | wire.Began | wire.Scores | wire.Ended) -> None:
         if isinstance(message, wire.Accepted):
             if not claim.accepted.done():
                 claim.accepted.set_result(None)
@@ -254,9 +252,7 @@ class Supervisor:
             self._opened.set_exception(lost)
         if self.state == "ready":
             self.state = "restarting"
-            self._fail_all(
-                "the engine ended while it ran this request, and starts again: send it again"
-            )
+            self._fail_all("the engine ended while it ran this request, and starts again: send it again")
             self._restarting = asyncio.create_task(self._restart())
 
     async def _restart(self) -> None:
@@ -265,9 +261,7 @@ class Supervisor:
             self.num_restarts += 1
             assert self._process is not None
             self._process.kill()
-            log.error(
-                "the engine ended with status %s: another one starts", await self._process.ended()
-            )
+            log.error("the engine ended with status %s: another one starts", await self._process.ended())
             await asyncio.sleep(pause)
             pause = min(max(2 * pause, 1.0), LONGEST_PAUSE_S)
             try:

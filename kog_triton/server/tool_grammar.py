@@ -9,9 +9,7 @@ from kog_triton.sampling.structured import StructuredOutputsParams
 from kog_triton.text.tool_calls import FORMATS
 
 
-def forced_call(
-    parser: str, tools: Sequence[Mapping[str, Any]], name: str | None
-) -> StructuredOutputsParams:
+def forced_call(parser: str, tools: Sequence[Mapping[str, Any]], name: str | None) -> StructuredOutputsParams:
     """One call of one of the tools, or of the named one; RequestError if there is none of that name.
 
     The arguments fit the tool's schema.

@@ -71,9 +71,7 @@ class AnswerParser:
         return wanted
 
 
-def open_tool_parser(
-    name: str, tools: Sequence[Mapping[str, Any]] = ()
-) -> ToolCallParser | Qwen3CoderParser:
+def open_tool_parser(name: str, tools: Sequence[Mapping[str, Any]] = ()) -> ToolCallParser | Qwen3CoderParser:
     return Qwen3CoderParser(tools) if name == "qwen3_coder" else ToolCallParser(name)
 
 
@@ -101,6 +99,4 @@ def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     ):
         if name not in ("auto", "none", *names):
-            raise RequestError(
-                f"{flag} is {name!r}: it must be one of auto, none, {', '.join(names)}"
-            )
+            raise RequestError(f"{flag} is {name!r}: it must be one of auto, none, {', '.join(names)}")

@@ -55,9 +55,7 @@ def check_template(path: Path, name: str, text: str) -> None:
     if not name.isprintable() or len(name) > 80:
         raise ModelError(f"{path}: {name[:60]!r} is no name for a chat template")
     if len(text) > MAX_TEMPLATE_CHARS:
-        raise ModelError(
-            f"{path}: the chat template {name!r} is longer than {MAX_TEMPLATE_CHARS} characters"
-        )
+        raise ModelError(f"{path}: the chat template {name!r} is longer than {MAX_TEMPLATE_CHARS} characters")
 
 
 def caller_template(text: str) -> str:
@@ -77,9 +75,7 @@ def knows_tools(templates: Iterable[str]) -> bool:
 def choose_template(templates: Mapping[str, str], name: str | None, has_tools: bool) -> str:
     """The named template; without a name "tool_use" for tools if there is one, else "default"."""
     if not templates:
-        raise RequestError(
-            "the model has no chat template: send a plain prompt instead of messages"
-        )
+        raise RequestError("the model has no chat template: send a plain prompt instead of messages")
     if name is None:
         name = "tool_use" if has_tools and "tool_use" in templates else "default"
     if name not in templates:
@@ -117,9 +113,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise RequestError(
-                    f"{_place(where)} has the key {shown(key)}: keys must be strings"
-                )
+                raise RequestError(f"{_place(where)} has the key {shown(key)}: keys must be strings")
         return {str(k): _plain(item, f"{where}.{k[:80]}", depth + 1) for k, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
@@ -154,9 +148,7 @@ def render(
         raise RequestError(f"the chat template was not rendered: {first_line(error)}") from error
     if "text" in reply:
         return reply["text"]
-    raise (ModelError if reply["invalid"] else RequestError)(
-        first_line(f"the chat template{reply['error']}")
-    )
+    raise (ModelError if reply["invalid"] else RequestError)(first_line(f"the chat template{reply['error']}"))
 
 
 @dataclass(frozen=True)
@@ -182,9 +174,7 @@ class Conversation:
         values = {**named_tokens, **self.values}
         if self.ends != "inside":
             return render(self.source, values, self.ends == "with_prompt")
-        return _cut_off(
-            render(self.source, values | {"messages": _with_cut(values["messages"])}, False)
-        )
+        return _cut_off(render(self.source, values | {"messages": _with_cut(values["messages"])}, False))
 
 
 # Stands behind the last message, so that the text can be cut off there; the space shows whether a template trims.

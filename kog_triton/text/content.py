@@ -45,7 +45,5 @@ def _text_of(part: Any, where: str) -> str:
         return part
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
-        raise RequestError(
-            f"{where} has the part {shown(part)}: the chat template reads text alone"
-        )
+        raise RequestError(f"{where} has the part {shown(part)}: the chat template reads text alone")
     return text

@@ -102,9 +102,7 @@ def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         special = {_CONTROL} | ({_UNKNOWN} if model == "llama" else set())
         for kinds, is_special in ((special, True), ({_USER_DEFINED}, False)):
             added = [t for t, kind in zip(tokens, types, strict=False) if kind in kinds and t]
-            backend.add_tokens(
-                [tokenizers.AddedToken(t, special=is_special, normalized=False) for t in added]
-            )
+            backend.add_tokens([tokenizers.AddedToken(t, special=is_special, normalized=False) for t in added])
         _add_ends(backend, fields, named, begins)
         check_growth(backend, path)
     templates = {}
@@ -121,9 +119,7 @@ def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     return Tokenizer(backend, named, templates)
 
 
-def _byte_level(
-    fields: _Fields, tokens: list[str], unknown: str | None
-) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(fields: _Fields, tokens: list[str], unknown: str | None) -> tuple[tokenizers.Tokenizer, bool]:
     """Byte-level BPE, and whether a text begins with bos unless the file says otherwise."""
     pre = fields.get("pre", str, "")
     if pre not in (*_SPLITS, *_GPT2_NAMES):
@@ -155,9 +151,7 @@ def _byte_level(
     return backend, whole_first
 
 
-def _sentencepiece(
-    fields: _Fields, tokens: list[str], unknown: str | None
-) -> tuple[tokenizers.Tokenizer, bool]:
+def _sentencepiece(fields: _Fields, tokens: list[str], unknown: str | None) -> tuple[tokenizers.Tokenizer, bool]:
     scores = fields.items("scores", float, len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(
@@ -192,9 +186,7 @@ def _merges(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[st
     return [(left, right) for *_, left, right in found]
 
 
-def _add_ends(
-    backend: tokenizers.Tokenizer, fields: _Fields, named: Mapping[str, str], begins: bool
-) -> None:
+def _add_ends(backend: tokenizers.Tokenizer, fields: _Fields, named: Mapping[str, str], begins: bool) -> None:
     """bos before a text and eos behind it, where the file asks for them."""
     bos = fields.get("add_bos_token", bool, begins and "bos_token" in named)
     eos = fields.get("add_eos_token", bool, False)

@@ -36,9 +36,7 @@ JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 class Grammars:
     """Compiles constraints for one model's vocabulary of `vocab_size` ids."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = sorted(i for i in eos_token_ids if i < vocab_size)
@@ -54,9 +52,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         if not self._eos:
-            raise RequestError(
-                "structured_outputs needs a model with an end token: this one could not stop"
-            )
+            raise RequestError("structured_outputs needs a model with an end token: this one could not stop")
         matcher = LLMatcher(self._vocabulary, source, log_level=SILENT)
         if matcher.is_error():
             raise _invalid(name, value, matcher.get_error())
@@ -136,9 +132,7 @@ class Free(NamedTuple):
 class Grammar:
     """A compiled constraint. Samples share it, each with a state of its own."""
 
-    def __init__(
-        self, matcher: "llguidance.LLMatcher", vocab_size: int, free: Free | None = None
-    ) -> None:
+    def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int, free: Free | None = None) -> None:
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
         self._free = free
@@ -176,9 +170,7 @@ class Mask:
     def _check_limits(self) -> None:
         if self._matcher.is_error():
             why = _first_line(self._matcher.get_error())
-            raise RequestError(
-                f"structured_outputs is too complex after {self._num_fed} tokens, simplify it: {why}"
-            )
+            raise RequestError(f"structured_outputs is too complex after {self._num_fed} tokens, simplify it: {why}")
 
 
 class MaskBehind:
@@ -258,9 +250,7 @@ def _lark_of(text: str) -> str:
 
     try:
         return gbnf_to_lark(text)
-    except (
-        Exception
-    ) as error:  # its own error derives from nothing narrower; deep nesting is Python's
+    except Exception as error:  # its own error derives from nothing narrower; deep nesting is Python's
         raise _invalid("grammar", text, str(error)) from error
 
 

@@ -104,9 +104,7 @@ class Guard:
         # merges that make up a special token would let plain text become it
         merges = model.get("merges") or []
         pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in merges]
-        kept = [
-            m for m, pair in zip(merges, pairs, strict=True) if not texts & {*pair, "".join(pair)}
-        ]
+        kept = [m for m, pair in zip(merges, pairs, strict=True) if not texts & {*pair, "".join(pair)}]
         if "merges" in model:
             model["merges"] = kept
         data["post_processor"] = None

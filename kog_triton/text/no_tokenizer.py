@@ -21,9 +21,7 @@ class NoTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         return 0
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, most: int | None = None
-    ) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         raise _needed("a text prompt")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -46,6 +44,4 @@ class NoTokenizer(Tokenizer):
 
 
 def _needed(what: str) -> RequestError:
-    return RequestError(
-        f"{what} needs a tokenizer, and skip_tokenizer_init left it out: send prompt_token_ids"
-    )
+    return RequestError(f"{what} needs a tokenizer, and skip_tokenizer_init left it out: send prompt_token_ids")

@@ -24,9 +24,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 END_FUNCTION = "</function>"
 END = re.compile(END_FUNCTION + r"\s*" + CLOSE)
 FUNCTION = re.compile(r"<function=([^<>\n]+)>")
-PARAMETER = re.compile(
-    r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.S
-)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.S)
 
 
 class Qwen3CoderParser:
@@ -93,10 +91,7 @@ class Qwen3CoderParser:
         if name is None:
             return None
         properties = self._schemas.get(name[1], {}).get("properties") or {}
-        arguments = {
-            key: _value(text, properties.get(key))
-            for key, text in PARAMETER.findall(block, name.end())
-        }
+        arguments = {key: _value(text, properties.get(key)) for key, text in PARAMETER.findall(block, name.end())}
         try:
             written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             (name[1] + written).encode()

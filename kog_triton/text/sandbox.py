@@ -33,9 +33,7 @@ class LimitedProcess:
     A request beyond a limit ends the process, and the next request starts another.
     """
 
-    def __init__(
-        self, file: str, seconds: float, memory: int, max_chars: int, stack: int = 8 << 20
-    ) -> None:
+    def __init__(self, file: str, seconds: float, memory: int, max_chars: int, stack: int = 8 << 20) -> None:
         self._file = HERE / file
         self._limits = seconds, memory, stack, max_chars
         self._lock = threading.Lock()
@@ -113,9 +111,7 @@ class LimitedProcess:
 class Renderer(LimitedProcess):
     """Renders chat templates. Of its address space 25 MiB are Python's and jinja2's."""
 
-    def __init__(
-        self, seconds: float = 5.0, memory: int = 512 << 20, max_chars: int = 16 << 20
-    ) -> None:
+    def __init__(self, seconds: float = 5.0, memory: int = 512 << 20, max_chars: int = 16 << 20) -> None:
         super().__init__("render_template.py", seconds, memory, max_chars)
 
     def render(self, source: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,9 +99,7 @@ class Tokenizer:
         self._backend.save(str(folder / "tokenizer.json"))
         config: dict[str, Any] = dict(self.named_tokens)
         if self.chat_templates:
-            config["chat_template"] = [
-                {"name": name, "template": text} for name, text in self.chat_templates.items()
-            ]
+            config["chat_template"] = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
         text = json.dumps(config, ensure_ascii=False, indent=2)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -114,9 +112,7 @@ class Tokenizer:
         """How many ids there are, added tokens included; a model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, most: int | None = None
-    ) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Ids of a text; special tokens written in it are special (`encode_chat` is for users).
 
         `add_special_tokens` adds what tokenizer.json puts around a text, often a first token. `most` is the context's
@@ -218,11 +214,7 @@ class Tokenizer:
             if how.pop(name, None):
                 raise RequestError(f"apply_chat_template gives a list of ids: leave out {name}")
         how |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        return (
-            self.encode_chat(conversation, **how)
-            if tokenize
-            else self.render_chat(conversation, **how)
-        )
+        return self.encode_chat(conversation, **how) if tokenize else self.render_chat(conversation, **how)
 
     def _conversation(
         self,
@@ -242,9 +234,7 @@ class Tokenizer:
         else:
             source = chat.choose_template(self.chat_templates, template, tools is not None)
         if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message needs add_generation_prompt=False: the answer has begun"
-            )
+            raise RequestError("continue_final_message needs add_generation_prompt=False: the answer has begun")
         ends = "with_prompt" if add_generation_prompt else "as_is"
         if continue_final_message:
             ends = "inside"
@@ -266,9 +256,7 @@ class Tokenizer:
         return KeptIds(self._guard.twin)
 
 
-def _encode(
-    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, most: int | None
-) -> list[int]:
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
     with _text_errors():
         _check_length(backend, text, most)
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -281,9 +269,7 @@ def _text_errors() -> Iterator[None]:
         try:
             yield
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(
-                "the text is not valid Unicode: it holds a lone surrogate"
-            ) from error
+            raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from error
 
 
 def _check_length(backend: tokenizers.Tokenizer, text: str, most: int | None) -> None:
@@ -337,8 +323,7 @@ def _add_configured(
     try:
         listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda e: int(e[0]))
         tokens = [
-            tokenizers.AddedToken(**{k: v for k, v in fields.items() if k in TOKEN_FIELDS})
-            for _, fields in listed
+            tokenizers.AddedToken(**{k: v for k, v in fields.items() if k in TOKEN_FIELDS}) for _, fields in listed
         ]
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: added_tokens_decoder is not a table of tokens by id") from error
@@ -354,9 +339,7 @@ def _add_configured(
 
 def text_of(token: Any) -> str:
     """A token in a configuration is text or an object with the text as "content"."""
-    return (
-        str(token["content"]) if isinstance(token, Mapping) and "content" in token else str(token)
-    )
+    return str(token["content"]) if isinstance(token, Mapping) and "content" in token else str(token)
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -73,15 +73,11 @@ class ToolCallParser:
 
     def __init__(self, name: str) -> None:
         if name not in FORMATS:
-            raise RequestError(
-                f"tool_call_parser is {name!r}: it must be one of {', '.join(FORMATS)}"
-            )
+            raise RequestError(f"tool_call_parser is {name!r}: it must be one of {', '.join(FORMATS)}")
         self._format = FORMATS[name]
         self._state = _State.START if self._format.bare_start else _State.TEXT
         self._held: list[str] = []  # characters that are neither content nor a call yet
-        self._gap: (
-            list[str] | None
-        ) = []  # white space at the start or after a call; None: text came
+        self._gap: list[str] | None = []  # white space at the start or after a call; None: text came
         self._called = False
         self._object_start = 0  # in `_held`
         self._depth = 0

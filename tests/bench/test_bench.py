@@ -138,9 +138,7 @@ def test_prefill_times_the_prompt_alone(cli):
     assert "tokens/s are the prompt's" in out
     weights = Checkpoint.open(checkpoint_path()).spec.replace(dtype=DType.F32).bytes_per_token
     assert row["floor"]["bytes"] == weights, "one pass over them, in the reference's own type"
-    assert row["floor"]["measured_mbu"] == pytest.approx(
-        row["floor"]["measured_us"] / row["ttft_us"]
-    )
+    assert row["floor"]["measured_mbu"] == pytest.approx(row["floor"]["measured_us"] / row["ttft_us"])
     times = sorted(row["ttft_us_rounds"])
     assert len(times) == 3 and row["ttft_us"] == times[1]
     assert row["prompt_tokens_per_s"] == pytest.approx(40e6 / times[1])
@@ -373,9 +371,7 @@ def test_a_wrong_backend_is_not_timed(cli, llama, tmp_path, monkeypatch):
     assert row["status"] == "wrong" and row["host"] is None and row["check"]["kl_mean"] > 0.15
 
 
-@pytest.mark.parametrize(
-    ("word", "said"), [("fail", "NaN in layer 3"), ("crash", "gone"), ("leave", "few")]
-)
+@pytest.mark.parametrize(("word", "said"), [("fail", "NaN in layer 3"), ("crash", "gone"), ("leave", "few")])
 def test_a_backend_that_breaks_ends_with_its_reason(llama, word, said):
     """The fake backend obeys words in its prompt; the request after a crash is served again."""
     engine = BackendUnderTest(FakeBackend, Checkpoint.open(llama), BackendOptions(max_context=64))
@@ -413,19 +409,14 @@ def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
     _, record, _, _ = cli(*argv)
     assert "profile" not in record["rows"][0]
     stamped = FiberBackend(RandomWeights(spec_of()), BackendOptions(max_context=64), num_blocks=2)
-    monkeypatch.setattr(
-        ReferenceBackend, "profile", lambda self, *asked: stamped.profile((5, 17), asked[1]), False
-    )
+    monkeypatch.setattr(ReferenceBackend, "profile", lambda self, *asked: stamped.profile((5, 17), asked[1]), False)
     code, record, out, _ = cli(*argv)
     spans = record["rows"][0]["profile"]
     assert code == 0 and "where a token goes" in out and "gate_up_proj" in out
     monkeypatch.setattr(ReferenceBackend, "profile", lambda self, *asked: 1 // 0)
     code, broken, _, _ = cli(*argv)
     assert code == 0 and broken["rows"][0]["status"] == "timed", "what was timed stays"
-    assert (
-        broken["rows"][0]["note"]
-        == "not profiled: ZeroDivisionError: integer division or modulo by zero"
-    )
+    assert broken["rows"][0]["note"] == "not profiled: ZeroDivisionError: integer division or modulo by zero"
     assert {"qkv_proj", "o_proj", "down_proj"} <= {span["name"] for span in spans}
     assert written(read(spans)) == spans
     assert all(span["mean_ns"] <= span["largest_ns"] for span in spans)
@@ -533,9 +524,7 @@ def test_a_request_is_one_kernel_on_a_gpu(cli):
     """Of either backend, prompt and all, by the profiler; and the text is right."""
     argv = ("--rounds", "2", "--warmup", "1", "--max-tokens", "16", "--depth", "200")
     ours = [f"--backend={name}" for name in kernels_here()]
-    code, record, _, err = cli(
-        "decode", "--shape", "qwen3-0.6b", *ours, "--no-kernel-switches", *argv
-    )
+    code, record, _, err = cli("decode", "--shape", "qwen3-0.6b", *ours, "--no-kernel-switches", *argv)
     assert code == 0, err
     assert record["test"]["name"] == "tg16 @ d200, one kernel"
     for name, row in rows_of(record).items():
@@ -555,9 +544,7 @@ def test_a_result_is_kept_and_read_back(cli, llama, tmp_path, monkeypatch):
     assert file.name == f"{record['created'][:10]}-llama.json"
     text = table(read_results(tmp_path / "benchmarks" / "results"))
     names = [line.split("|")[4].strip() for line in text.splitlines()[2:]]
-    assert sorted(names) == sorted(
-        ["**reference**, f32", f"{rows_of(record)['transformers']['version']}, f32"]
-    )
+    assert sorted(names) == sorted(["**reference**, f32", f"{rows_of(record)['transformers']['version']}, f32"])
     readme = tmp_path / "README.md"
     first, last = markers("results")
     readme.write_text(f"before\n{first}\nold\n{last}\nafter\n")

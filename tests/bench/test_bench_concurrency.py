@@ -174,17 +174,11 @@ def test_the_tables_show_each_figure_in_its_column():
     absent = {"status": "absent"}
     assert speed_table({"test": {"tokens": 1}, "rows": [absent]}).row_count == 0
     starts = {f"{phase}": [1.25 * n, 2.5 * n] for n, phase in enumerate(PHASES, 1)}
-    shown = cells(
-        startup_table({"test": {"rounds": 2}, "rows": [{"name": "ours", "startup": starts}]})
-    )
+    shown = cells(startup_table({"test": {"rounds": 2}, "rows": [{"name": "ours", "startup": starts}]}))
     assert shown.pop("") == ["ours"] * 2 and shown.pop("round") == ["1", "2"]
-    assert list(shown.values()) == [
-        [f"{1.25 * n:.2f}", f"{2.5 * n:.2f}"] for n in range(1, len(PHASES) + 1)
-    ]
+    assert list(shown.values()) == [[f"{1.25 * n:.2f}", f"{2.5 * n:.2f}"] for n in range(1, len(PHASES) + 1)]
     del starts["compiled_s"]  # as in records of before it was timed
-    older = cells(
-        startup_table({"test": {"rounds": 2}, "rows": [{"name": "ours", "startup": starts}]})
-    )
+    older = cells(startup_table({"test": {"rounds": 2}, "rows": [{"name": "ours", "startup": starts}]}))
     assert older["compiled s"] == ["", ""] and older["total s"] == shown["total s"]
 
 

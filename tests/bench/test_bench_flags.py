@@ -68,9 +68,7 @@ def test_no_kind_is_answered_by_the_list_of_them(capsys):
 
 def test_decode(asked):
     said = "--depth 48 --max-tokens 24 --rounds 3 --warmup 4 --temperature 0.5 --top-p 0.75 --gpus 2 --profile 5"
-    task, record = asked(
-        "decode", *said.split(), "--peer=transformers", "--peer=transformers", "--target-tps=0"
-    )
+    task, record = asked("decode", *said.split(), "--peer=transformers", "--peer=transformers", "--target-tps=0")
     assert (task.prompt_tokens, task.tokens, task.rounds, task.warmup) == (48, 24, 3, 4)
     assert (task.num_gpus, task.profile_tokens, task.one_kernel) == (2, 5, False)
     assert task.sampling == Sampling(0.5, 0.75) and task.peers == [find_peer("transformers")]
@@ -169,9 +167,7 @@ def test_quiet_shows_neither_progress_nor_table(asked, monkeypatch, capsys):
 
 def test_table_reads_and_writes_where_it_is_told(monkeypatch, tmp_path, capsys):
     read = []
-    monkeypatch.setattr(
-        "kog_triton.bench.table.read_results", lambda folder: read.append(folder) or []
-    )
+    monkeypatch.setattr("kog_triton.bench.table.read_results", lambda folder: read.append(folder) or [])
     assert bench.main(["table", "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "No results are kept yet.\n"
     readme = tmp_path / "README.md"
@@ -239,9 +235,7 @@ def test_notes_of_a_prompt_of_several_requests_and_of_nothing_known():
     many = show.notes(record | {"kind": "concurrency"})
     assert any(line.startswith("greedy, random ids; 2 warm-up") for line in many)
     nothing = {"datasheet": None, "measured": None, "methods": {}, "absent": {}, "scale": None}
-    bare = show.notes(
-        record | {"bandwidth": nothing, "conditions": {"samples": [], "throttled": []}, "rows": []}
-    )
+    bare = show.notes(record | {"bandwidth": nothing, "conditions": {"samples": [], "throttled": []}, "rows": []})
     assert "read bandwidth measured: nothing TB/s" in bare
     slow = nothing | {"measured": 1.7e10, "methods": {"loads": 1.7e10}}  # a CPU's
     assert "read bandwidth measured: loads 17.0 GB/s" in show.notes(record | {"bandwidth": slow})

@@ -88,9 +88,7 @@ def test_a_wait_that_expired_is_told():
     quiet = [0] * 8
     check_reports([quiet, quiet])
     left = [1, 0, 0, 0, 0, 0, 0, 0]
-    with pytest.raises(
-        RunError, match="GPU 1 waited in vain for word 40 of GPU 0: saw 0xffffffff, wanted 0x0"
-    ):
+    with pytest.raises(RunError, match="GPU 1 waited in vain for word 40 of GPU 0: saw 0xffffffff, wanted 0x0"):
         check_reports([left, [1, 1, 0, 40, -1, 0, 0, 0]])
     with pytest.raises(RunError, match="none says what it waited for"):
         check_reports([left, quiet])

@@ -100,9 +100,7 @@ def exchange(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 @pytest.mark.parametrize("name, code", [("read_bandwidth", 0), ("launch_cost", 1), ("exchange", 1)])
-def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(
-    name, code, tmp_path
-):
+def test_a_microbenchmark_without_a_gpu_measures_the_cpu_or_says_what_is_missing(name, code, tmp_path):
     file = tmp_path / "record.json"
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "micro" / f"{name}.py", "--json", file],
@@ -234,9 +232,7 @@ def test_every_source_of_every_backend_is_told():
     }
     assert {name.split("/")[1] for name in beside} == {"cuda", "hip"}
     files = machine.source_files()
-    assert beside == {
-        name for name in files if name.startswith(("backends/cuda/", "backends/hip/"))
-    }
+    assert beside == {name for name in files if name.startswith(("backends/cuda/", "backends/hip/"))}
 
 
 def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
@@ -257,9 +253,7 @@ def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
 def test_a_start_is_told_step_by_step():
     program = ROOT / "benchmarks/micro/start_timeline.py"
     flags = ("--backend", "reference", "-p", "a", "-m", "2", "--temp", "0", "--quiet")
-    done = subprocess.run(
-        [sys.executable, program, *flags], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, program, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout, done.stderr
     lines = [line for line in done.stderr.splitlines() if re.match(r"[ \d.]{26}  ", line)]
     spans = {line[28:].strip(): line[:26].split() for line in lines}
@@ -284,9 +278,7 @@ def test_every_step_of_a_start_is_there():
         "assert timeline.OFTEN <= names, timeline.OFTEN - names\n"
     )
     program = ROOT / "benchmarks/micro/start_timeline.py"
-    done = subprocess.run(
-        [sys.executable, "-c", code, program], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code, program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

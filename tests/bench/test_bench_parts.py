@@ -150,9 +150,7 @@ def test_the_limit_without_transformers(monkeypatch):
     weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
     want = np.zeros((20, 97))
     monkeypatch.setattr(kl_limits.Plain, "logits", out_of_memory)
-    assert kl_limit(weights, CPU, PROMPT, want) == KlLimit(
-        LEAST, "the least: no memory for transformers"
-    )
+    assert kl_limit(weights, CPU, PROMPT, want) == KlLimit(LEAST, "the least: no memory for transformers")
     monkeypatch.setattr(transformers_model, "find_spec", lambda name: None)
     limit = kl_limit(weights, CPU, PROMPT, want)
     assert limit.backend == LEAST and "not installed" in limit.reason

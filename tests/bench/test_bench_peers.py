@@ -29,9 +29,7 @@ ZERO_POINTS = WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.ZERO_POINT)
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "peer", ["transformers", "transformers-compiled", "transformers-tuned", "torch-graph"]
-)
+@pytest.mark.parametrize("peer", ["transformers", "transformers-compiled", "transformers-tuned", "torch-graph"])
 def test_a_peer_is_the_same_model(model, peer):
     """On a CPU nothing is compiled or captured; the maths and the loop are those of a GPU."""
     weights = RandomWeights(read_spec(SMALL | MODELS[model]))
@@ -118,9 +116,7 @@ def test_torch_s_products_of_narrow_weights(name, reason):
 
 def test_torch_s_product_of_blocks_takes_fours_of_them():
     spec = named_shape("qwen3-0.6b").replace(intermediate_size=3200)
-    setting = Setting(
-        NarrowRandomWeights(with_format(spec, FORMATS["fp8-block"])), torch.device("cuda"), 8
-    )
+    setting = Setting(NarrowRandomWeights(with_format(spec, FORMATS["fp8-block"])), torch.device("cuda"), 8)
     why = "torch's product of FP8 blocks takes fours of them, not 3200 columns"
     assert find_peer("torch-narrow").absent(setting) == why
 
@@ -144,9 +140,7 @@ def test_what_a_graph_would_hold_is_traced_in_one_piece(monkeypatch):
 
     monkeypatch.setattr(transformers_compiled, "captured", traced)
     weights = RandomWeights(read_spec(SMALL | MODELS["mistral"]))  # with a window
-    engine = find_peer("transformers-compiled")(
-        Setting(weights, torch.device("cpu"), len(PROMPT) + 16)
-    )
+    engine = find_peer("transformers-compiled")(Setting(weights, torch.device("cpu"), len(PROMPT) + 16))
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         check = judge_of(weights).examine(engine, PEER)

@@ -50,8 +50,7 @@ def test_several_requests_stand_below_each_other_with_what_they_gain():
     record["test"]["name"] = "1, 2, 8 x tg8 @ d4"
     one = record["rows"][0]
     record["rows"] = [
-        one | {"requests": n, "over_one": n / 2, "host": one["host"] | {"tokens_per_s": 100.0 * n}}
-        for n in (8, 1, 2)
+        one | {"requests": n, "over_one": n / 2, "host": one["host"] | {"tokens_per_s": 100.0 * n}} for n in (8, 1, 2)
     ]
     cells = [line.split(" | ")[2:5] for line in table([record]).splitlines()[2:]]
     assert cells == [
@@ -66,10 +65,7 @@ def test_a_prompt_alone_has_its_time_and_no_rate():
     record["test"]["name"], record["rows"][0]["host"] = "pp4", None
     record["conditions"]["throttled"] = ["power cap"]
     (line,) = (line for line in table([record]).splitlines() if "triton" in line)
-    assert (
-        line
-        == "| H200 | llama-3.2-1b bf16 | pp4 | **triton** | - | - | 2.0 [1] | - | not checked |"
-    )
+    assert line == "| H200 | llama-3.2-1b bf16 | pp4 | **triton** | - | - | 2.0 [1] | - | not checked |"
 
 
 @pytest.mark.parametrize(
@@ -142,9 +138,7 @@ def test_a_gpu_that_was_held_back_marks_its_rows():
     assert "[3]" not in text
 
 
-@pytest.mark.parametrize(
-    ("depths", "said"), [((20, 20), ""), ((20, 8), "; tokens judged behind 8"), ((20,), " 5")]
-)
+@pytest.mark.parametrize(("depths", "said"), [((20, 20), ""), ((20, 8), "; tokens judged behind 8"), ((20,), " 5")])
 def test_a_text_judged_elsewhere_than_timed_says_where(depths, said):
     """Old records have no depth: they judged behind the positions whose logits they compared."""
     record = a_record()
@@ -303,9 +297,7 @@ def test_kept_results_are_records():
         assert {"created", "machine", "schema"} <= set(record)
 
 
-@pytest.mark.parametrize(
-    ("file", "name"), [("README.md", "headline"), ("benchmarks/RESULTS.md", "results")]
-)
+@pytest.mark.parametrize(("file", "name"), [("README.md", "headline"), ("benchmarks/RESULTS.md", "results")])
 def test_the_tables_are_the_results(file, name):
     records = read_results(ROOT / "benchmarks" / "results")
     assert records

@@ -24,9 +24,7 @@ def stream(*timed, usage=None, done=True):
     pieces = [(at, b"data: " + json.dumps(what).encode() + b"\n\n") for at, what in timed]
     end = timed[-1][0] + 0.001
     if usage is not None:
-        pieces.append(
-            (end, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
-        )
+        pieces.append((end, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"))
     return [*pieces, (end, b"data: [DONE]\n\n")] if done else pieces
 
 

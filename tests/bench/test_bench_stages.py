@@ -133,9 +133,7 @@ def test_bytes_of_the_stages_are_those_of_a_token(shape):
     spec = named_shape(shape)
     schedule = build(spec)
     walked = [(stage, segment.repeat) for segment, stage in schedule.walk()]
-    weights = sum(
-        n * stage_bytes(spec, stage, 0, 100) for stage, n in walked if stage.op is Op.MATVEC
-    )
+    weights = sum(n * stage_bytes(spec, stage, 0, 100) for stage, n in walked if stage.op is Op.MATVEC)
     assert weights == pytest.approx(spec.bytes_per_token, rel=1e-3)  # gains and biases are small
     (keys,) = [stage for stage, _ in walked if stage.op is Op.ATTENTION]
     assert stage_bytes(spec, keys, 0, 100) * spec.num_layers == spec.kv_bytes_read(99)

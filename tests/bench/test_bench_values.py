@@ -107,9 +107,7 @@ def test_where_a_record_is_kept(tmp_path):
     assert record.kept_file(one, "a.b", tmp_path) == tmp_path / "h200" / "2026-02-03-a.b.json"
     amd = one | {"machine": {"gpu": "AMD Instinct MI300X (x)"}}
     assert record.kept_file(amd, "a", tmp_path).parent == tmp_path / "instinct-mi300x-x"
-    assert (
-        record.kept_file(one | {"machine": {"gpu": None}}, "a", tmp_path).parent == tmp_path / "cpu"
-    )
+    assert record.kept_file(one | {"machine": {"gpu": None}}, "a", tmp_path).parent == tmp_path / "cpu"
     for name in ("", "-a", "A", "a/b", "a b"):
         with pytest.raises(record.RequestError, match="a name of a-z"):
             record.kept_file(one, name, tmp_path)
@@ -143,9 +141,7 @@ def test_figures_of_two_requests_by_hand():
     assert found["itl_us"] == [[10.0, 20.0], [20.0, 20.0], [10.0, 10.0], [10.0, 10.0]]
     assert (found["itl_p50_us"], found["itl_max_us"], found["p99_over_p50"]) == (10.0, 20.0, None)
     assert timing.figures([[[1.0]]]) is None
-    assert (
-        timing.figures([[[1.0, 1.0]]])["tokens_per_s"] == 1e9
-    )  # no gap is shorter than a nanosecond
+    assert timing.figures([[[1.0, 1.0]]])["tokens_per_s"] == 1e9  # no gap is shorter than a nanosecond
 
 
 @pytest.mark.parametrize(("count", "there"), [(99, False), (100, True)])
@@ -189,6 +185,4 @@ def test_logits_of_another_number_of_positions_are_an_error():
     assert same.tolist() == [True, True] and kl.tolist() == [0.0, 0.0]
     with pytest.raises(ValueError, match=r"longer|shorter"):
         check.compare(two, two[:1])
-    assert check.token_gaps(np.array([[0.0, 1.0, 2.0]]), [0]).tolist() == [
-        2 / np.std([0.0, 1.0, 2.0])
-    ]
+    assert check.token_gaps(np.array([[0.0, 1.0, 2.0]]), [0]).tolist() == [2 / np.std([0.0, 1.0, 2.0])]

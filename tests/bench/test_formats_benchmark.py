@@ -48,10 +48,7 @@ def test_quality_of_the_demo(formats, capsys, monkeypatch):
     """Eight bits change less than four; a format that does not go with the model is named."""
     monkeypatch.setattr(formats, "WINDOW", 64)
     monkeypatch.setattr(formats, "QUALITY", ("int8-channel", "fp8-block", "int4-g32"))
-    text = (
-        '"""Read lines."""\n\ndef read_lines(path):\n    with open(path) as f:\n        return f\n'
-        * 40
-    )
+    text = '"""Read lines."""\n\ndef read_lines(path):\n    with open(path) as f:\n        return f\n' * 40
     monkeypatch.setattr(formats, "held_out_text", lambda: text)
     model = checkpoint_path() / "model-00001-of-00002.safetensors"
     monkeypatch.setattr(formats, "sha256", lambda path: str(model))

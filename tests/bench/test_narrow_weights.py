@@ -26,9 +26,7 @@ def test_a_shape_is_made_narrow():
     stored = weights.narrow("layers.3.up_proj")
     assert stored.format == FORMATS["fp8-channel"] and stored.codes.dtype == torch.uint8
     assert weights.load("layers.3.up_proj").equal(stored.unpack())
-    assert (
-        "embed" not in dict(weights.spec.narrow) and weights.load("embed").dtype == torch.bfloat16
-    )
+    assert "embed" not in dict(weights.spec.narrow) and weights.load("embed").dtype == torch.bfloat16
     again = open_model(None, "smollm2-135m", CPU, format="fp8-channel").weights
     assert again.narrow("layers.3.up_proj").codes.equal(stored.codes)
 

@@ -74,9 +74,7 @@ def test_nothing_is_drawn_outside(drawing):
 
 
 def test_the_readme_says_in_words_what_it_shows():
-    (said,) = re.findall(
-        r'<img src="docs/speed-light\.svg"[^>]* alt="([^"]*)"', (ROOT / "README.md").read_text()
-    )
+    (said,) = re.findall(r'<img src="docs/speed-light\.svg"[^>]* alt="([^"]*)"', (ROOT / "README.md").read_text())
     (_, rates, limit) = next(c for c in compared() if c[0]["model"]["name"] == "llama-3.2-1b")
     figures = (rates["cuda"], limit, rates["triton"], rates["transformers-tuned"])
     assert re.findall(r"\d,\d{3}|\b\d{3}\b", said) == [f"{figure:,.0f}" for figure in figures]

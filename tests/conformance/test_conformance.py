@@ -84,9 +84,7 @@ def refuses(name, spec_name):
 
 def backends(among=BACKENDS):
     """Every backend by name."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks(name, steps=False)) for name in among]
-    )
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, steps=False)) for name in among])
 
 
 def backends_and_models(steps=False):
@@ -151,9 +149,7 @@ def test_next_to_nothing_travels_as_next_to_nothing(name, size):
 
 
 @backends()
-@pytest.mark.parametrize(
-    "changes", [{}, {"num_heads": 18, "num_kv_heads": 2}, {"num_heads": 20, "num_kv_heads": 1}]
-)
+@pytest.mark.parametrize("changes", [{}, {"num_heads": 18, "num_kv_heads": 2}, {"num_heads": 20, "num_kv_heads": 1}])
 def test_attention_over_more_tiles_than_warps_have_room_for(name, changes):
     spec = spec_of(dtype=DType.F16, num_layers=1, max_context=1024, **changes)
     weights = RandomWeights(spec, device="cuda" if name in ON_GPU else "cpu")
@@ -172,9 +168,7 @@ def test_attention_over_more_tiles_than_warps_have_room_for(name, changes):
     }
     want = ReferenceBackend(weights, BackendOptions()).run_stage("attention", 0, state)["attention"]
     have = ours.run_stage("attention", 0, state)["attention"].cpu()
-    assert (have - want).square().mean().sqrt() < 2 * LIMITS[
-        DType.F16
-    ] * want.square().mean().sqrt()
+    assert (have - want).square().mean().sqrt() < 2 * LIMITS[DType.F16] * want.square().mean().sqrt()
 
 
 @backends()
@@ -243,9 +237,7 @@ HIP_FAULTS = {  # of headers that no other backend compiles
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fault"), [*itertools.product(OF_FIBERS, FAULTS), *((HIP, f) for f in HIP_FAULTS)]
-)
+@pytest.mark.parametrize(("name", "fault"), [*itertools.product(OF_FIBERS, FAULTS), *((HIP, f) for f in HIP_FAULTS)])
 def test_a_planted_fault_is_charged_to_its_stages(fault, name):
     *edit, wrong, spec_name = (FAULTS | HIP_FAULTS)[fault]
     ours, _ = opened(name, spec_name)

@@ -49,9 +49,7 @@ every_backend = pytest.mark.parametrize("name", [marked(name) for name in NAMES]
 # What touches weights runs with narrow ones as well, on backends that read all of them.
 READS_NARROW = [name for name in NAMES if name.startswith("cuda")]
 on_narrow = every_backend_on("one lane", names=NAMES, narrow=READS_NARROW)
-on_narrow_and_hip_always = every_backend_on(
-    "one lane", names=NAMES, narrow=READS_NARROW, hip=(HIP,)
-)
+on_narrow_and_hip_always = every_backend_on("one lane", names=NAMES, narrow=READS_NARROW, hip=(HIP,))
 
 # ---- several requests ----
 

@@ -50,9 +50,7 @@ def assert_defined(backend, model, prompt, steps, params, sample_idx=0, mask=Non
     logits, confirmed = (b.forward_logits(sequence) for b in (backend, reference(model)))
     assert np.sqrt(((logits - confirmed) ** 2).mean()) < IN_LOGITS * LIMITS[backend.spec.dtype]
     history = History(prompt)
-    for position, (row, step) in enumerate(
-        zip(logits[len(prompt) - 1 :], steps, strict=True), len(prompt)
-    ):
+    for position, (row, step) in enumerate(zip(logits[len(prompt) - 1 :], steps, strict=True), len(prompt)):
         bits = mask(history.output) if mask else None
         assert step.token == sample(row, params, history, position, sample_idx, bits).token
         history.append(step.token)

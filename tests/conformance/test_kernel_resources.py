@@ -78,26 +78,19 @@ def test_an_answer_that_fails_is_an_error(loaded):
 
 
 def test_the_words_name_the_units():
-    assert str(HELD) == (
-        "168 registers and 16 bytes of local memory a thread, "
-        "200,000 bytes of shared memory a block"
-    )
+    assert str(HELD) == ("168 registers and 16 bytes of local memory a thread, 200,000 bytes of shared memory a block")
 
 
 def test_triton_tells_of_the_kernel_that_ran():
     """Its spills are words of four bytes; nothing compiled, as in the interpreter, is nothing to tell."""
     backend = backend_of(Case(plain(1)))
     assert backend.resources() is None
-    backend._compiled = SimpleNamespace(
-        n_regs=255, n_spills=6, metadata=SimpleNamespace(shared=65_536)
-    )
+    backend._compiled = SimpleNamespace(n_regs=255, n_spills=6, metadata=SimpleNamespace(shared=65_536))
     assert backend.resources() == Resources(255, 24, 65_536)
 
 
 def test_who_reports():
-    assert issubclass(FiberBackend, ResourceReporter) and issubclass(
-        TritonBackend, ResourceReporter
-    )
+    assert issubclass(FiberBackend, ResourceReporter) and issubclass(TritonBackend, ResourceReporter)
     assert not issubclass(ReferenceBackend, ResourceReporter)
     backend = FiberBackend(RandomWeights(spec_of()), BackendOptions(max_context=64))
     assert backend.resources() is None, "an emulated kernel has no registers"

@@ -42,9 +42,7 @@ def unread(tmp_path_factory):
 def test_a_gpu_backend_refuses_before_it_looks_for_a_gpu(unread):
     with pytest.raises(DeviceError) as error:
         find_backend("triton")(Checkpoint.open(unread), BackendOptions())
-    assert str(error.value) == (
-        f"backend triton cannot run this checkpoint: {UNREAD}; choose --backend reference"
-    )
+    assert str(error.value) == (f"backend triton cannot run this checkpoint: {UNREAD}; choose --backend reference")
 
 
 def test_what_the_triton_backend_does_not_read_it_refuses_by_name(folder):

@@ -14,9 +14,7 @@ from tests.lib.cuda_walk import FiberBackend
 from tests.lib.ring_walker import spec_of
 
 CPU = torch.device("cpu")
-SPEC = spec_of(
-    num_layers=2, dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True
-)
+SPEC = spec_of(num_layers=2, dtype=DType.F16, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
 
 
 class Counted:

@@ -62,7 +62,5 @@ def test_prompts_go_in_chunks_where_there_is_no_wgmma():
         if wanted != "library":
             got = prompts_of(GPUS["b200"], options)
             assert got == BackendOptions(prefill="kernel" if wanted == "auto" else wanted)
-    with pytest.raises(
-        DeviceError, match=r"for Hopper GPUs, and b200 is sm_100a: choose --prefill kernel"
-    ):
+    with pytest.raises(DeviceError, match=r"for Hopper GPUs, and b200 is sm_100a: choose --prefill kernel"):
         prompts_of(GPUS["b200"], BackendOptions(prefill="library"))

@@ -85,9 +85,7 @@ def test_as_many_compile_at_a_time_as_there_are_places_in_the_order_asked(nvcc):
     assert jit.compile_cubin("// b\n").startswith(b"// b\n")  # and waits for no other
     until(lambda: begun(nvcc) == [*"abcd"], "the fourth takes the place")
     end(nvcc, *"acde")
-    assert [jit.compile_cubin(f"// {n}\n")[:4].decode() for n in "acde"] == [
-        f"// {n}" for n in "acde"
-    ]
+    assert [jit.compile_cubin(f"// {n}\n")[:4].decode() for n in "acde"] == [f"// {n}" for n in "acde"]
     assert len(list(kernel_cache.cache_folder().iterdir())) == 5 and not jit._begun
 
 
@@ -167,9 +165,7 @@ def test_no_compiler_keeps_a_process_or_lives_on_after_it(nvcc, how):
         pids = [int((nvcc / "begun" / name).read_text()) for name in "ab"]
         process.wait(WAIT_S)  # though no compiler has ended
         until(lambda: not any(map(alive, pids)), "the compilers end with it")
-    assert process.returncode == {"returns": 0, "leaves": 0, "is killed": -signal.SIGKILL}.get(
-        how, -2
-    )
+    assert process.returncode == {"returns": 0, "leaves": 0, "is killed": -signal.SIGKILL}.get(how, -2)
     assert not list((nvcc / "cache").rglob("*.cubin"))
 
 

@@ -111,9 +111,7 @@ def test_the_arena_is_the_walkers(lanes):
     layout, weights = layout_of(spec, 12), RandomWeights(spec)
     arena = memory.allocate(layout, weights, 1, torch.device("cpu")).weights.numpy()
     names = {
-        n.format(i): weights.load(n.format(i)).float().numpy()
-        for n in spec.shapes
-        for i in range(spec.num_layers)
+        n.format(i): weights.load(n.format(i)).float().numpy() for n in spec.shapes for i in range(spec.num_layers)
     }
     expected = pack_model(layout.lowering, names)[0][0]
     assert np.array_equal(arena, expected)

@@ -60,9 +60,7 @@ TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
 
 
 def layout_of(spec, positions=8, num_blocks=0):
-    return lay_out_columns(
-        lower(build(spec), GPUS["h200"], num_blocks), 1024, positions, chunk=True
-    )
+    return lay_out_columns(lower(build(spec), GPUS["h200"], num_blocks), 1024, positions, chunk=True)
 
 
 def launched(backend):
@@ -128,9 +126,7 @@ def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name, shape):
     for constant, value in constants.items():
         monkeypatch.setattr(header, constant, value)
     lengths = (positions + 1, 2 * positions, 3 * positions + 3)
-    requests = [
-        request(i, prompt_of(n, i), 2, TOLD if i % 2 else GREEDY) for i, n in enumerate(lengths)
-    ]
+    requests = [request(i, prompt_of(n, i), 2, TOLD if i % 2 else GREEDY) for i, n in enumerate(lengths)]
     steps, cache = alone(spec, requests, blocks)
     backend = make(ChunkBackend, spec, len(lengths), blocks, -7, positions=positions)
     assert run(backend, *requests) == steps
@@ -164,9 +160,7 @@ def test_a_prompt_is_taken_up_wherever_it_stands(spec, monkeypatch):
 
 def test_the_first_token_is_chosen_in_every_way(spec):
     requests = [
-        request(
-            i, prompt_of(6 + i, i), 3, params, mask=(lambda out: ALLOWED) if n == "masked" else None
-        )
+        request(i, prompt_of(6 + i, i), 3, params, mask=(lambda out: ALLOWED) if n == "masked" else None)
         for i, (n, params) in enumerate(MIXED.items())
     ]
     steps, cache = alone(spec, requests)
@@ -244,9 +238,7 @@ def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
         assert chosen.count("kernel") > [choose_prefill(n, first) for n in tokens].count("kernel")
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus"), [("llama-3.2-1b", 1), ("laneformer-2b", 1), ("llama-3.2-1b", 2)]
-)
+@pytest.mark.parametrize(("name", "gpus"), [("llama-3.2-1b", 1), ("laneformer-2b", 1), ("llama-3.2-1b", 2)])
 @pytest.mark.parametrize("positions", [2, 4, 8])
 def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, gpus, positions):
     """As many chunks' worth of tokens as of eight positions, and never less than a token at a time gets."""
@@ -257,9 +249,7 @@ def test_chunks_of_fewer_positions_leave_the_library_shorter_prompts(name, gpus,
     }[name, gpus][positions]
     lowering = lower(build(named_shape(name), gpus), GPUS["h200"])
     with ThreadPoolExecutor(1) as compiler:
-        ready = chunks.Chunks(
-            lowering, 64, positions, compiler, lambda _: None, lambda _: None, graphs=True
-        )
+        ready = chunks.Chunks(lowering, 64, positions, compiler, lambda _: None, lambda _: None, graphs=True)
     assert ready.crossover == Crossover(*expected)
 
 
@@ -396,9 +386,7 @@ def test_without_the_kernel_prompts_go_a_token_at_a_time_and_the_log_says_so(spe
     assert f"prompts run a token at a time: the {who} is out of room" in caplog.text
 
 
-def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(
-    spec, monkeypatch, caplog
-):
+def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(spec, monkeypatch, caplog):
     caplog.set_level("INFO")
     r = request(0, prompt_of(11), 3)
     steps, _ = alone(spec, [r])

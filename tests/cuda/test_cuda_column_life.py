@@ -56,9 +56,7 @@ def expected(spec):
 
 def launches(backend):
     """Of the kernel of one token and of those of columns."""
-    return backend.kernel.launches, {
-        k.layout.columns: k.kernel.launches for k in backend.columns.kernels
-    }
+    return backend.kernel.launches, {k.layout.columns: k.kernel.launches for k in backend.columns.kernels}
 
 
 def test_requests_run_together_until_one_is_left(backend, expected):

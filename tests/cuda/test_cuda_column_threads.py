@@ -90,9 +90,7 @@ def test_columns_of_narrow_weights_race_for_nothing_and_stay_in_bounds(name, jud
 
 def check_judged(ours, blocks):
     """What each request says and leaves alone, and no report."""
-    requests = [
-        request(i, (5, 17 + i, 60), 3, CUT if i == 1 else GREEDY) for i in range(ours.columns)
-    ]
+    requests = [request(i, (5, 17 + i, 60), 3, CUT if i == 1 else GREEDY) for i in range(ours.columns)]
     steps, cache = alone(ours.spec, requests, blocks)
     for seed in (1, 2):
         ours.memory.cache.zero_()

@@ -32,9 +32,7 @@ from tests.lib.slow import some_always
 # ---- layout ----
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b", "laneformer-2b"]
-)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "qwen2.5-coder-1.5b", "qwen3-8b", "laneformer-2b"])
 @pytest.mark.parametrize("columns", COUNTS)
 def test_regions_do_not_overlap_and_shared_memory_fits(name, columns):
     layout = layout_of(named_shape(name), columns)
@@ -252,10 +250,7 @@ def test_columns_compute_what_a_kernel_of_one_token_does(monkeypatch, name, shap
     for name, value in constants.items():
         monkeypatch.setattr(batches if name == "scratch_room" else header, name, value)
     told = SamplingParams(temperature=1.0, logprobs=2, seed=3)
-    requests = [
-        request(i, PROMPTS[i] * 2, 6 if constants else 2, told if i == 1 else GREEDY)
-        for i in range(columns)
-    ]
+    requests = [request(i, PROMPTS[i] * 2, 6 if constants else 2, told if i == 1 else GREEDY) for i in range(columns)]
     steps, cache = alone(spec, requests, blocks)
     backend = make(ColumnBackend, spec, columns, blocks, -7, counts=(columns,))
     assert run(backend, *staggered(backend, requests)) == steps

@@ -40,9 +40,7 @@ MODELS = {
     "bf16, windows": spec_of(windows=(5, 0, 17), num_layers=3),
     "sizes that divide by nothing": ODD,
     "lanes": PREFILLED["lanes of all kinds"].replace(dtype=f16_spec().dtype),
-    "lanes, side by side": PREFILLED["lanes at once"].replace(
-        dtype=f16_spec().dtype, head=Head.CONCAT
-    ),
+    "lanes, side by side": PREFILLED["lanes at once"].replace(dtype=f16_spec().dtype, head=Head.CONCAT),
 }
 SPEC = f16_spec(num_layers=2)
 
@@ -86,9 +84,7 @@ def alone():
 # ---- one request ----
 
 
-@pytest.mark.parametrize(
-    "name", some_always(MODELS, "bf16, windows", "sizes that divide by nothing", "lanes")
-)
+@pytest.mark.parametrize("name", some_always(MODELS, "bf16, windows", "sizes that divide by nothing", "lanes"))
 def test_the_first_logits_are_those_of_the_streams(name, monkeypatch):
     """As the head is defined; they, and the prompt's keys and values, are those of the kernel's own prompt."""
     spec = MODELS[name]
@@ -161,14 +157,10 @@ def test_first_tokens_of_one_step_are_those_of_steps_of_their_own(name):
     """Chosen in every way."""
     spec = MODELS[name]
     asked = [
-        request(
-            n, prompt_of(4 + n, n), 2, params, mask=(lambda _: ALLOWED) if how == "masked" else None
-        )
+        request(n, prompt_of(4 + n, n), 2, params, mask=(lambda _: ALLOWED) if how == "masked" else None)
         for n, (how, params) in enumerate(MIXED.items())
     ]
-    apart, together = (
-        opened(spec, len(asked), kind, seed=4) for kind in (FiberBackend, ColumnBackend)
-    )
+    apart, together = (opened(spec, len(asked), kind, seed=4) for kind in (FiberBackend, ColumnBackend))
     want, got = run(apart, *asked), run(together, *asked)
     for n in range(len(asked)):
         assert [said_of(s) for s in got[n]] == [said_of(s) for s in want[n]]

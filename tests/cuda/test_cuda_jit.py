@@ -65,9 +65,7 @@ def kept() -> list[str]:
 def test_nvcc_compiles_where_there_is_no_nvrtc(nvcc):
     assert toolchain.compiler_name() == "nvcc Build cuda_13.0"
     header = "constexpr int kBlocks = 3;\n"
-    assert (
-        jit.compile_cubin(header).decode() == header + (toolchain.FOLDER / "decode.cu").read_text()
-    )
+    assert jit.compile_cubin(header).decode() == header + (toolchain.FOLDER / "decode.cu").read_text()
     (call,) = calls(nvcc)
     for flag in ("-cubin", "-std=c++20", "--gpu-architecture=sm_90a", f"-I{toolchain.INCLUDE}"):
         assert flag in call.split()
@@ -83,9 +81,7 @@ def test_a_cubin_is_kept_by_content(nvcc, tmp_path, monkeypatch):
     (nvcc / "version").write_text("13.1")
     jit.compile_cubin("// a\n")
     assert len(calls(nvcc)) == 4
-    monkeypatch.setattr(
-        toolchain, "INCLUDE", plant(tmp_path, ("block.h", "#pragma once", "#pragma once "))
-    )
+    monkeypatch.setattr(toolchain, "INCLUDE", plant(tmp_path, ("block.h", "#pragma once", "#pragma once ")))
     jit.compile_cubin("// a\n")  # a header that it may include is another
     assert len(calls(nvcc)) == 5 and f"-I{toolchain.INCLUDE}" in calls(nvcc)[-1].split()
     jit.compile_cubin("// a\n")
@@ -111,9 +107,7 @@ def test_a_compiler_that_does_not_say_its_version_is_one_line(nvcc, monkeypatch)
 
 
 def test_the_compilers_words_are_told_and_nothing_is_kept(nvcc):
-    with pytest.raises(
-        DeviceError, match=r"nvcc refuses the kernel:\ndecode.cu\(7\): error: expected"
-    ):
+    with pytest.raises(DeviceError, match=r"nvcc refuses the kernel:\ndecode.cu\(7\): error: expected"):
         jit.compile_cubin("// REFUSED\n")
     assert not kernel_cache.cache_folder().exists() or kept() == []
     with pytest.raises(DeviceError):
@@ -265,9 +259,7 @@ def make_unwritable(how, patched):
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("how", ["/proc/none", __file__, "no home", "fdopen", "replace"])
-def test_a_cache_that_cannot_be_written_costs_a_compilation(
-    nvcc, tmp_path, monkeypatch, caplog, how, begun
-):
+def test_a_cache_that_cannot_be_written_costs_a_compilation(nvcc, tmp_path, monkeypatch, caplog, how, begun):
     with monkeypatch.context() as patched:
         make_unwritable(how, patched)
         if begun:
@@ -275,11 +267,7 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(
         for _ in range(2):  # in this process once
             assert jit.compile_cubin("// a\n").startswith(b"// a\n") and len(calls(nvcc)) == 1
         jit.compile_cubin("// b\n")
-    (said,) = [
-        r.getMessage()
-        for r in caplog.records
-        if r.levelname == "WARNING" and "kept, so" in r.message
-    ]
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "kept, so" in r.message]
     assert "set XDG_CACHE_HOME to a folder that can be written to" in said and "\n" not in said
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.cubin"))
     monkeypatch.setattr(kernel_cache, "_unwritten", {})  # as in the next process
@@ -302,9 +290,7 @@ def test_a_damaged_kernel_is_compiled_again(nvcc, caplog, damage, begun):
     if begun:
         jit.begin_cubin("// a\n")
     assert jit.compile_cubin("// a\n") == whole and len(calls(nvcc)) == 2
-    assert any(
-        "damaged" in line or "no kept kernel can be read" in line for line in caplog.messages
-    )
+    assert any("damaged" in line or "no kept kernel can be read" in line for line in caplog.messages)
     if damage != "a folder":
         assert jit.compile_cubin("// a\n") == whole and len(calls(nvcc)) == 2
         assert place.read_bytes() == data

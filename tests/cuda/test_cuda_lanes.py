@@ -192,9 +192,7 @@ SHAPES = {
     ),
     # Operands of x that do not fit into registers: batches of gate_up_proj take turns with two rooms.
     "batch behind batch": (
-        f16_spec(
-            hidden_size=320, intermediate_size=400, num_layers=1, num_lanes=2, reduce_mlp=(OWN,)
-        ),
+        f16_spec(hidden_size=320, intermediate_size=400, num_layers=1, num_lanes=2, reduce_mlp=(OWN,)),
         8,
         4,
         {},
@@ -219,9 +217,7 @@ MORE = {
     ),
     # Units of 64 rows, more of whose pieces than a block has warps.
     "pieces in several rounds": (
-        f16_spec(
-            hidden_size=160, num_heads=4, num_layers=2, num_lanes=2, reduce_attention=(OWN, NOW)
-        ),
+        f16_spec(hidden_size=160, num_heads=4, num_layers=2, num_lanes=2, reduce_attention=(OWN, NOW)),
         8,
         2,
         {},
@@ -331,9 +327,7 @@ def test_a_request_joins_one_that_runs_and_both_end_as_alone(spec):
 
 @pytest.mark.parametrize(
     "region",
-    some_always(
-        ["mlp_out_sent", "attention_out_sent", "part", "y", "y_flags", "mlp_out"], "mlp_out_sent"
-    ),
+    some_always(["mlp_out_sent", "attention_out_sent", "part", "y", "y_flags", "mlp_out"], "mlp_out_sent"),
 )
 def test_stores_that_land_late_change_nothing(spec, region):
     requests = [request(i, PROMPTS[i], 3) for i in range(4)]
@@ -410,9 +404,7 @@ def test_a_planted_fault_is_seen(monkeypatch, tmp_path, name):
     backend = make(ColumnBackend, spec, columns, blocks, -1, counts=(columns,))
     run(backend, *(replace(r, max_tokens=1) for r in requests))  # loads the kernel
     (kernel,) = (k.kernel for k in backend.columns.kernels)
-    kernel.library = compile_walk(
-        kernel.layout, kernel.flags, include=plant(tmp_path, FAULTS[name])
-    )
+    kernel.library = compile_walk(kernel.layout, kernel.flags, include=plant(tmp_path, FAULTS[name]))
     backend.memory.cache.zero_()
     backend.wait_ns = 5000
     with pytest.raises(AssertionError):

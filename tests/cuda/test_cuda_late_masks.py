@@ -42,9 +42,7 @@ def backend(request):
 @pytest.fixture(scope="module")
 def expected(backend):
     """What PROMPTS say alone, each in its slot, and what was counted of it."""
-    steps = [
-        run(backend, request(slot, PROMPTS[slot], COUNT, PENALIZED))[slot] for slot in range(3)
-    ]
+    steps = [run(backend, request(slot, PROMPTS[slot], COUNT, PENALIZED))[slot] for slot in range(3)]
     return steps, backend.memory.counts.clone()
 
 
@@ -84,9 +82,7 @@ def assert_alone(backend, steps, expected, *slots):
     ("others", "kind"),
     some_always([(None, LateMask), (anything, LateMask), (anything, RunError)], None),
 )
-def test_one_that_takes_too_long_fails_its_request_alone(
-    hasty, expected, monkeypatch, others, kind
-):
+def test_one_that_takes_too_long_fails_its_request_alone(hasty, expected, monkeypatch, others, kind):
     """Also where a block that waited for one that waits for the mask was the first to give up."""
     monkeypatch.setattr(serving, "MASK_S", 2.0)
     in_vain = launches_in_vain(monkeypatch, kind)

@@ -205,9 +205,7 @@ def test_a_wait_that_ends_as_it_is_given_up_is_not_blamed_on_another(backend, tm
     backend.kernel.library = compile_walk(backend.layout, include=include)
     backend.wait_ns = 3
     error = error_of(serve(backend, request(0, PROMPTS[0]))[0])
-    assert re.search(
-        r"expired: rank 0, block \d, for a word that came while it gave up,", str(error)
-    )
+    assert re.search(r"expired: rank 0, block \d, for a word that came while it gave up,", str(error))
 
 
 def test_the_kernel_goes_on_from_a_library_prefill():
@@ -257,9 +255,7 @@ class LateLaunch(FiberLaunch):
             super().run()
 
 
-def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_written(
-    expected, monkeypatch
-):
+def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_written(expected, monkeypatch):
     """Its kernel runs after all, once everybody has let go of it; then another backend works."""
     monkeypatch.setattr(watchdog, "_kept", [])
     backend, late = make(FiberBackend, num_slots=2), []

@@ -121,14 +121,8 @@ VALUES_OF_PRODUCT = {"fp8-block": 32, "mxfp4": 32}
         ("llama-3.2-1b", "fp8-block"),
         ("llama-3.2-1b", "int4-g128"),
         ("llama-3.2-1b", "mxfp4"),
-        *(
-            pytest.param("llama-3.2-1b", how, marks=pytest.mark.slow)
-            for how in ("int4-g128-zp", "q8_0")
-        ),
-        *(
-            pytest.param("qwen3-8b", how, marks=pytest.mark.slow)
-            for how in ("fp8-block", "int4-g128", "mxfp4")
-        ),
+        *(pytest.param("llama-3.2-1b", how, marks=pytest.mark.slow) for how in ("int4-g128-zp", "q8_0")),
+        *(pytest.param("qwen3-8b", how, marks=pytest.mark.slow) for how in ("fp8-block", "int4-g128", "mxfp4")),
     ],
 )
 def test_unpacking_takes_the_registers_and_operations_that_there_are(name, how):
@@ -147,6 +141,4 @@ def test_unpacking_takes_the_registers_and_operations_that_there_are(name, how):
     for body in streams:
         assert len([what for what in body if re.search(WEIGHTS, what)]) == products
         integer = [what for what in body if re.search(r"\b(LOP3|SHF|PRMT|IADD3|LEA)\b", what)]
-        assert (
-            len(integer) * 8 <= MOST_LANE_OPERATIONS[how] * values // 4
-        )  # a thread has a quarter of a row
+        assert len(integer) * 8 <= MOST_LANE_OPERATIONS[how] * values // 4  # a thread has a quarter of a row

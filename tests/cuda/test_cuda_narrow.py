@@ -59,9 +59,7 @@ def opened(case):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in CASES])
 def test_a_stage_computes_what_the_unpacked_values_say(case, stage):
     assert_stage_agrees(*opened(case), stage)
 
@@ -87,9 +85,7 @@ def test_units_that_end_within_a_ring_slot(how):
         assert_stage_agrees(ours, ReferenceBackend(weights, BackendOptions()), stage)
 
 
-@pytest.mark.parametrize(
-    ("how", "count"), [("int4-g128", 2), pytest.param("fp8-block", 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("how", "count"), [("int4-g128", 2), pytest.param("fp8-block", 8, marks=pytest.mark.slow)])
 def test_such_units_of_requests_among_others(how, count):
     weights = five_fragments(how)
     backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
@@ -219,9 +215,7 @@ def test_bytes_are_no_further_off_than_16_bits_are(case):
     spec = spec_of_case(case)
     narrow = NarrowWeights(spec, Rounded(spec, ArrayWeights(spec)))
     off = [
-        nats(
-            ReferenceBackend(weights, BackendOptions()), FiberBackend(weights, BackendOptions(), 3)
-        )
+        nats(ReferenceBackend(weights, BackendOptions()), FiberBackend(weights, BackendOptions(), 3))
         for weights in (narrow, Rounded(spec.replace(narrow=()), narrow))
     ]
     assert 0 < off[0] <= UNPACKED * off[1], off
@@ -237,9 +231,7 @@ def test_attention_alone_says_what_bytes_o_proj_would_multiply(case):
 
 
 def test_attention_of_many_heads_is_staged_as_bytes_eight_values_a_thread():
-    spec = narrow_spec(
-        FORMATS["int4-g128"], **LARGE | {"hidden_size": 128, "num_heads": 66, "num_kv_heads": 2}
-    )
+    spec = narrow_spec(FORMATS["int4-g128"], **LARGE | {"hidden_size": 128, "num_heads": 66, "num_kv_heads": 2})
     weights = NarrowWeights(spec, ArrayWeights(spec))
     ours = FiberBackend(weights, BackendOptions(), 2)
     o_proj = ours.layout.lowering.schedule.stage("o_proj")
@@ -289,9 +281,7 @@ def alone(case):
     ],
 )
 def test_a_request_among_others_has_the_bits_that_it_has_alone(case, count):
-    backend = ColumnBackend(
-        weights_of(case), BackendOptions(num_slots=count), SHARING, counts=(count,)
-    )
+    backend = ColumnBackend(weights_of(case), BackendOptions(num_slots=count), SHARING, counts=(count,))
     served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
     one = FiberBackend(weights_of(case), BackendOptions(num_slots=1), SHARING)
     for slot, steps in served.items():
@@ -301,14 +291,10 @@ def test_a_request_among_others_has_the_bits_that_it_has_alone(case, count):
         assert backend.memory.cache[slot][..., :rows, :].equal(one.memory.cache[0][..., :rows, :])
 
 
-@pytest.mark.parametrize(
-    ("count", "room"), [pytest.param(8, 120_000, marks=pytest.mark.slow), (2, 36_000)]
-)
+@pytest.mark.parametrize(("count", "room"), [pytest.param(8, 120_000, marks=pytest.mark.slow), (2, 36_000)])
 def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, monkeypatch):
     """down_proj's last ones find no room: they stay words in memory, and become bytes for each unit."""
-    spec = narrow_spec(
-        AWQ, **LARGE | {"hidden_size": 128, "intermediate_size": 12288, "head_dim": 16}
-    )
+    spec = narrow_spec(AWQ, **LARGE | {"hidden_size": 128, "intermediate_size": 12288, "head_dim": 16})
     weights = NarrowWeights(spec, ArrayWeights(spec))
     monkeypatch.setattr(batches, "scratch_room", lambda lowering: room)
     backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
@@ -371,9 +357,7 @@ def test_eight_requests_of_int4_have_a_ring_of_seven():
     lowering = lower(build(spec), GPUS["h200"])
     layout, head = lay_out_columns(lowering, 2048, 8), lowering.schedule.stage("lm_head")
     assert layout.ring_slots == 7 and layout.shared_bytes <= GPUS["h200"].shared_bytes
-    assert (
-        batches.batch_units(lowering, head, 8) == 5 and batches.sum_buffers(lowering, head, 8) == 2
-    )
+    assert batches.batch_units(lowering, head, 8) == 5 and batches.sum_buffers(lowering, head, 8) == 2
     assert layout.stage_bytes(head) <= layout.scratch_bytes
 
 
@@ -411,19 +395,13 @@ def test_a_planted_fault_in_what_is_held_first_is_seen(fault, tmp_path):
         assert "the run is void" in str(error)
 
 
-@pytest.mark.parametrize(
-    "case", ["fp8 blocks", pytest.param("int4 g128, zero points", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", ["fp8 blocks", pytest.param("int4 g128, zero points", marks=pytest.mark.slow)])
 def test_a_prompt_in_chunks_leaves_the_bits_that_tokens_leave(case):
     prompt = [(3 + 7 * i) % 101 for i in range(21)]
-    backends = [
-        kind(weights_of(case), BackendOptions(), 3) for kind in (ChunkBackend, FiberBackend)
-    ]
+    backends = [kind(weights_of(case), BackendOptions(), 3) for kind in (ChunkBackend, FiberBackend)]
     steps = [run(backend, request(0, prompt, COUNT)) for backend in backends]
     assert steps[0] == steps[1]
-    chunks, tokens = (
-        backend.memory.cache[0][..., : len(prompt) + COUNT - 1, :] for backend in backends
-    )
+    chunks, tokens = (backend.memory.cache[0][..., : len(prompt) + COUNT - 1, :] for backend in backends)
     assert chunks.equal(tokens)
 
 
@@ -437,8 +415,7 @@ PLANTED = {
     "the scale of the next granule": (
         "fp8 rows g32",
         "int n = number(granule, i);\n    if constexpr (Weights::kScaleKind == kScaleF32)",
-        "int n = number((granule + 1) % Weights::kGranules, i);\n"
-        "    if constexpr (Weights::kScaleKind == kScaleF32)",
+        "int n = number((granule + 1) % Weights::kGranules, i);\n    if constexpr (Weights::kScaleKind == kScaleF32)",
     ),
     "the next code": (
         "fp8 channels",

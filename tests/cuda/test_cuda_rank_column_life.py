@@ -86,9 +86,7 @@ def assert_alone(backend, said, expected):
 )  # fmt: skip
 def test_requests_share_steps_and_prompts_run_in_chunks(spec, ranks, expected):
     backend = opened(BothBackend, spec, ranks, counts=(4,))
-    assert_alone(
-        backend, serve(backend, *REQUESTS), expected if spec is TWO else alone(spec, ranks)
-    )
+    assert_alone(backend, serve(backend, *REQUESTS), expected if spec is TWO else alone(spec, ranks))
     (columns,) = backend.columns.kernels
     assert columns.kernel.launches > 0
     assert backend.chunks.kernel.kernel.launches == 2  # the third prompt is too short for any
@@ -113,9 +111,7 @@ def test_a_cancel_ends_one_of_them(backend, expected, monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["columns", "chunks"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_never_launched_is_named_and_the_next_requests_run(
-    backend, expected, monkeypatch, kernel, rank
-):
+def test_a_rank_that_is_never_launched_is_named_and_the_next_requests_run(backend, expected, monkeypatch, kernel, rank):
     if kernel == "chunks":
         asked, faulty = [REQUESTS[1]], backend.chunks.kernel
     else:

@@ -79,9 +79,7 @@ def requests_of(columns, count=4):
 def last_logits(walk, column):
     """Of a column that keeps them, each rank's ids."""
     rows = [slice(*walk.layout.lowering.schedule.head_rows(r)) for r in range(len(walk.ranks))]
-    return np.concatenate(
-        [m.scores[1 + column, own].numpy() for m, own in zip(walk.ranks, rows, strict=True)]
-    )
+    return np.concatenate([m.scores[1 + column, own].numpy() for m, own in zip(walk.ranks, rows, strict=True)])
 
 
 FOUR = "four ranks, two to a KV head, FFN padded"
@@ -117,9 +115,7 @@ def walk():
 
 
 def test_every_way_to_choose_works_beside_every_other(one, walk):
-    requests = [
-        request(i, PROMPTS[i], 4, p) for i, (n, p) in enumerate(MIXED.items()) if n != "masked"
-    ]
+    requests = [request(i, PROMPTS[i], 4, p) for i, (n, p) in enumerate(MIXED.items()) if n != "masked"]
     expected = alone_on_ranks(one, requests)
     for seed in (0, -3):
         assert_same(walk.serve(requests, seed), expected)

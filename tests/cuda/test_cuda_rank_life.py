@@ -131,9 +131,7 @@ def test_a_mask_that_comes_late_leaves_the_ranks_at_one_token(backend, expected,
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_never_launched_is_named_and_the_next_request_runs(
-    backend, expected, monkeypatch, rank
-):
+def test_a_rank_that_is_never_launched_is_named_and_the_next_request_runs(backend, expected, monkeypatch, rank):
     with monkeypatch.context() as patched:
         patched.setattr(backend, "wait_ns", WAIT)
         patched.setattr(backend.kernel, "absent_rank", rank)
@@ -189,7 +187,5 @@ def test_an_llm_on_two_gpus_continues_a_conversation(tmp_path):
 def test_what_ranks_cannot_do_yet_is_refused(backend):
     with pytest.raises(DeviceError, match="a stage alone runs on one GPU: leave --gpus out"):
         backend.run_stage("embed", 0, {"token_ids": torch.tensor([1])})
-    with pytest.raises(
-        DeviceError, match="several GPUs are profiled together: kog profile --gpus N"
-    ):
+    with pytest.raises(DeviceError, match="several GPUs are profiled together: kog profile --gpus N"):
         backend.profile([1, 2], 2)

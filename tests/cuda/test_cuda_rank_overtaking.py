@@ -58,9 +58,7 @@ def assert_as_alone(backend, mailbox, slot, count, alone):
 
 @pytest.mark.parametrize("cancelled", [False, True], ids=["to its end", "cancelled"])
 @pytest.mark.parametrize("long", [PADDED, CHUNKED], ids=["padded", "in chunks"])
-def test_a_short_prompt_that_comes_meanwhile_changes_nothing(
-    backend, alone, monkeypatch, long, cancelled
-):
+def test_a_short_prompt_that_comes_meanwhile_changes_nothing(backend, alone, monkeypatch, long, cancelled):
     """Some of the long one's products have run, and others are to follow: it waits for the end of that pass alone."""
     mailbox, right, ends, inside = Mailbox(), PromptRun.advance, [], []
     begin = backend.library._exchange.begin
@@ -92,9 +90,7 @@ def test_a_short_prompt_that_comes_meanwhile_changes_nothing(
     # The first may end what a test before called off.
     assert ends.count(FIRST) > 6 and sum(inside[1:]) == (cancelled and long == CHUNKED)
     first = ends.index(FIRST)
-    assert (long in ends[first:]) is (long == CHUNKED), (
-        "it goes ahead of passes that have not begun"
-    )
+    assert (long in ends[first:]) is (long == CHUNKED), "it goes ahead of passes that have not begun"
     assert_as_alone(backend, mailbox, 1, long, alone)
     if not cancelled:
         assert_as_alone(backend, mailbox, 2, FIRST, alone)

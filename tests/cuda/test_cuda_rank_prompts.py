@@ -83,16 +83,12 @@ def test_it_is_the_kernels_own_prompt_but_for_rounding(spec, ranks):
         for step, other in zip(steps, want, strict=True):
             top, theirs = dict(step.top), dict(other.top)
             assert top == {token: pytest.approx(theirs[token], abs=30 * rounding) for token in top}
-        pairs = zip(
-            caches(ours, slot, len(prompt) + 2), caches(own, slot, len(prompt) + 2), strict=True
-        )
+        pairs = zip(caches(ours, slot, len(prompt) + 2), caches(own, slot, len(prompt) + 2), strict=True)
         for held, other in pairs:
             assert (held.float() - other.float()).norm() < 4 * rounding * other.float().norm()
 
 
-def test_a_request_gets_tokens_between_slices_and_both_say_what_they_say_alone(
-    backend, alone, monkeypatch
-):
+def test_a_request_gets_tokens_between_slices_and_both_say_what_they_say_alone(backend, alone, monkeypatch):
     right, launches = PromptRun.advance, []
 
     def advance(self, seconds, at_once=False):
@@ -150,15 +146,15 @@ def test_a_rank_whose_pass_fails_ends_its_request_alone(backend, alone, monkeypa
 
 
 def test_a_prompt_that_is_void_ends_its_own_request(backend, alone):
-    table = [walk.embed[99].clone() for walk in backend.library._passes]
+    table = [walk.embed.table[99].clone() for walk in backend.library._passes]
     try:
         for walk in backend.library._passes:
-            walk.embed[99, 3] = torch.nan
+            walk.embed.table[99, 3] = torch.nan
         bad = (*LONG[:5], 99, *LONG[6:])
         steps = serve(backend, request(0, bad, 4, TOLD), request(1, SHORT, 4, TOLD))
     finally:
         for walk, row in zip(backend.library._passes, table, strict=True):
-            walk.embed[99] = row
+            walk.embed.table[99] = row
     assert "hold NaN or +inf: the run is void" in str(error_of(steps[0]))
     assert timeless(steps[1]) == alone[SHORT][0]
 

@@ -121,9 +121,7 @@ def test_greedy_tokens_are_the_references(walk):
     assert (tokens, outcome) == (logits.argmax(1).tolist(), 2)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "top_k", "top_p", "top_p, flat", "penalties", "bad words", "all at once"]
-)
+@pytest.mark.parametrize("name", ["plain", "top_k", "top_p", "top_p, flat", "penalties", "bad words", "all at once"])
 def test_sampled_tokens_are_the_definitions(walk, name):
     assert_sampled(walk, [1, 2, 3, 2], 3, resolved(TWO.vocab_size, **SETTINGS[name]))
 

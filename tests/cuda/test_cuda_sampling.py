@@ -174,10 +174,7 @@ def way_of(walk, params):
     """How a token came about: draws that were tried, and whether the cut was found. It is the definition's."""
     assert walk.run(walk.words(PROMPT, 1, params), PROMPT) > 0
     tokens = walk.tokens()
-    tried, cut = (
-        int(walk.memory.words[walk.layout.regions[name].offset + 1])
-        for name in ("top_p_check", "bin")
-    )
+    tried, cut = (int(walk.memory.words[walk.layout.regions[name].offset + 1]) for name in ("top_p_check", "bin"))
     row = walk.forward_logits(PROMPT)[-1]
     assert tokens == [sample(row, params, History(PROMPT), len(PROMPT)).token]
     return max(0, tried - 1), cut > 0
@@ -200,9 +197,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", some_always(WAYS, "none", "greedy, top_p", "top_p, penalties", "top_k, top_p")
-)
+@pytest.mark.parametrize("name", some_always(WAYS, "none", "greedy, top_p", "top_p, penalties", "top_k, top_p"))
 def test_a_cut_is_looked_for_where_draws_do_not_settle_it(one_layer, name):
     settings, ways = WAYS[name]
     params = (resolved(VOCAB, **settings | {"seed": seed}) for seed in range(40))

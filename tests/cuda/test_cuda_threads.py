@@ -145,8 +145,7 @@ EDITS = (
     (
         "narrow.h",
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
-        f"if (mine && {chosen(5)}) ring.release(b);\n"
-        "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
+        f"if (mine && {chosen(5)}) ring.release(b);\n#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
     ),
     (
         "narrow.h",
@@ -268,8 +267,7 @@ def test_one_buffer_too_few_is_seen(tmp_path):
             "residual.h",
             "to = b.p.words + Now::kOffset + ((counts.now & 1) * kLanes + b.lane) * Now::kStride;\n"
             "      phase = phase_of(counts.now >> 1);",
-            "to = b.p.words + Now::kOffset + b.lane * Now::kStride;\n"
-            "      phase = phase_of(counts.now);",
+            "to = b.p.words + Now::kOffset + b.lane * Now::kStride;\n      phase = phase_of(counts.now);",
         ),
         (
             "residual.h",

@@ -211,9 +211,7 @@ def test_concurrent_blocks_race_for_nothing(name):
     assert (ours.verdict.code, ours.verdict.report) == (0, "")
 
 
-@pytest.mark.parametrize(
-    "name", some_always(("llama-3.2-1b", "qwen3-8b", "laneformer-2b"), "llama-3.2-1b")
-)
+@pytest.mark.parametrize("name", some_always(("llama-3.2-1b", "qwen3-8b", "laneformer-2b"), "llama-3.2-1b"))
 def test_the_kernel_hardly_spills(name):
     assert spills(spec_named(name)) <= 48
 

@@ -135,9 +135,7 @@ def test_a_place_that_several_senders_share_loses_a_number(tmp_path):
         "(void)from;\n    return offset;",
     )
     program = build("EpochPairs", 4, include=plant(tmp_path, *place))
-    assert any(
-        run(program, "chosen", 1, 100, seed, limit_ms=LIMIT).code == 1 for seed in range(1, 400)
-    )
+    assert any(run(program, "chosen", 1, 100, seed, limit_ms=LIMIT).code == 1 for seed in range(1, 400))
 
 
 def test_a_plain_load_is_a_race(tmp_path):

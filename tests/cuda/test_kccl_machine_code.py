@@ -18,9 +18,7 @@ KCCL = ROOT / "backends/cuda/include/kccl"
 BENCH = (ROOT / "backends/cuda/kccl_bench.cu").read_text()
 EXAMPLE = ROOT / "backends/cuda/kccl_example.cu"
 VECTORS, HELD_TWICE = 2, 384  # a thread's in one poll; that many of a rank take 256 threads twice
-WAITS = Counter(
-    {"LDG.E.STRONG.SYS": 1, "STG.E.STRONG.SYS": 5, "ATOMG.E.CAS.STRONG.GPU": 1}
-)  # a wait that expires
+WAITS = Counter({"LDG.E.STRONG.SYS": 1, "STG.E.STRONG.SYS": 5, "ATOMG.E.CAS.STRONG.GPU": 1})  # a wait that expires
 
 
 def strong(code):
@@ -75,9 +73,7 @@ def test_the_example_compiles():
     assert code == Counter({"LDG.E.128.STRONG.SYS": 2, "STG.E.128.STRONG.SYS": 2}) + WAITS
 
 
-@pytest.mark.skipif(
-    shutil.which("nvcc") is None, reason="no GPU toolkit: NVRTC has compiled the kernel"
-)
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no GPU toolkit: NVRTC has compiled the kernel")
 def test_the_example_is_a_program(tmp_path):
     command = re.search(r"nvcc (.*?) -o", EXAMPLE.read_text())[1].split()
     command = ["nvcc", *command, "-o", str(tmp_path / "example"), str(EXAMPLE)]

@@ -36,9 +36,7 @@ def test_the_arena_is_the_same_however_much_is_packed_at_once(monkeypatch):
     embed = weights.load("embed")
     whole = cuda_memory.pack_arena(lowering, weights.load, embed)
     packs, right = [], cuda_memory._pack_wide
-    monkeypatch.setattr(
-        cuda_memory, "_pack_wide", lambda *given: packs.append(given[4]) or right(*given)
-    )
+    monkeypatch.setattr(cuda_memory, "_pack_wide", lambda *given: packs.append(given[4]) or right(*given))
     monkeypatch.setattr(cuda_memory, "PACKED_AT_ONCE", 2 * lowering.ring_slot_bytes)
     assert torch.equal(cuda_memory.pack_arena(lowering, weights.load, embed), whole)
     assert max(map(len, packs)) <= 2 and whole.any()
@@ -61,9 +59,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
     with pytest.raises(DeviceError, match="choose max_model_len 4095 or less") as refused:
         PLAN.check(PLAN.total - 1)
     text = str(refused.value)
-    assert text.startswith(
-        "10.0 GiB of weights and 4,096 positions a slot need 18.5 GiB, and 18.5 are free"
-    )
+    assert text.startswith("10.0 GiB of weights and 4,096 positions a slot need 18.5 GiB, and 18.5 are free")
     assert "\n" not in text
     for free in (PLAN.total - 1, 11 * GIB):
         longest = PLAN.longest_context(free)

@@ -89,9 +89,7 @@ def differing(case, include):
     """Stages and layers whose matrices are not the checkpoint's."""
     weights, lowering, memory = opened(case)
     dtype = HALF[weights.spec.dtype]
-    matrices = ArenaMatrices(
-        lowering, memory.weights, dtype, unpacking_of(lowering, memory, include)
-    )
+    matrices = ArenaMatrices(lowering, memory.weights, dtype, unpacking_of(lowering, memory, include))
     wrong = []
     for layer in (1, 0):
         for stage in layer_matrices(lowering.schedule):
@@ -179,12 +177,7 @@ def read_of(case):
 
 
 SLOWLY = [
-    *(
-        (case, which)
-        for case in [*CASES, *MORE]
-        for which in (0, 2)
-        if (case, which) not in MULTIPLIED
-    ),
+    *((case, which) for case in [*CASES, *MORE] for which in (0, 2) if (case, which) not in MULTIPLIED),
     ("int4 g32, float16", 4),  # two stages of the ring
     ("fp8 blocks", 4),
 ]
@@ -338,13 +331,9 @@ def test_products_that_widen_follow_each_other_and_spill_in_no_loop(kind, which)
     kernel = kernels_of(StreamWeights(FORMATS[kind], 32, rows))[which]
     source = (ROOT / "backends/cuda/prompt.cu").read_text()
     code, wide = (
-        instructions(sass_of_text(render_product(k, DType.BF16) + source))
-        for k in (kernel, kernels_of(WIDE)[which])
+        instructions(sass_of_text(render_product(k, DType.BF16) + source)) for k in (kernel, kernels_of(WIDE)[which])
     )
-    loops = [
-        [b for b in innermost(of, r"\bHGMMA") if any("HGMMA" in w for w in b)]
-        for of in (code, wide)
-    ]
+    loops = [[b for b in innermost(of, r"\bHGMMA") if any("HGMMA" in w for w in b)] for of in (code, wide)]
     (loop,), (plain,) = loops
     assert sum("HGMMA" in what for what in loop) == 2 * 2 * kernel.blocks
     waits = [what for what in loop if "DEPBAR" in what and "gsb0" in what]

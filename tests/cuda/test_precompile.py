@@ -38,9 +38,7 @@ def begun(monkeypatch):
     monkeypatch.setattr(early, "is_kept", lambda *_: False)
     monkeypatch.setattr(cuda, "read_gpu", lambda: H200_SEEN)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
-    monkeypatch.setattr(
-        cuda, "begin_cubin", lambda header, source, arch: done.append((header, source))
-    )
+    monkeypatch.setattr(cuda, "begin_cubin", lambda header, source, arch: done.append((header, source)))
     return done
 
 
@@ -89,14 +87,10 @@ class Asking(FiberBackend):
 def test_what_is_begun_is_what_the_backend_asks_for(begun, monkeypatch, name, asked, options):
     both, of_prompts = set(), set()
     monkeypatch.setattr(prompts_beside, "begin_cubin", lambda *_: None)
-    monkeypatch.setattr(
-        prompts_beside, "compile_cubin", lambda header, source, _: of_prompts.add((header, source))
-    )
+    monkeypatch.setattr(prompts_beside, "compile_cubin", lambda header, source, _: of_prompts.add((header, source)))
     for prefill in ("kernel", "library"):
         precompile.precompile(name, **asked, prefill=prefill)
-        backend = Asking(
-            Checkpoint.open(checkpoint_path()), replace(options, prefill=prefill), num_blocks=0
-        )
+        backend = Asking(Checkpoint.open(checkpoint_path()), replace(options, prefill=prefill), num_blocks=0)
         assert begun[0][1] == "decode.cu"
         want = backend.asked | of_prompts
         assert len(begun) == len(set(begun)) and set(begun) == want
@@ -106,9 +100,7 @@ def test_what_is_begun_is_what_the_backend_asks_for(begun, monkeypatch, name, as
         of_prompts.clear()
         begun.clear()
     precompile.precompile(name, **asked)
-    one_token = [
-        ("kTokensOnly = true" in text, source) for text, source in begun if source in ONE_TOKEN
-    ]
+    one_token = [("kTokensOnly = true" in text, source) for text, source in begun if source in ONE_TOKEN]
     assert one_token == [(early, source) for early in (True, False) for source in ONE_TOKEN]
     assert set(begun) == both
 
@@ -126,9 +118,7 @@ def test_python_keeps_a_core_while_kernels_compile(begun, monkeypatch, cores, ke
 
 
 @pytest.mark.parametrize("cores", [6, 11, 12, 16, 99])
-def test_early_kernels_come_first_then_what_takes_longest_where_cores_are_left(
-    begun, monkeypatch, cores
-):
+def test_early_kernels_come_first_then_what_takes_longest_where_cores_are_left(begun, monkeypatch, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     precompile.precompile("cuda", num_slots=8)
     sources = [source for _, source in begun]
@@ -138,11 +128,7 @@ def test_early_kernels_come_first_then_what_takes_longest_where_cores_are_left(
     whole = ["decode.cu", "head_steps.cu"]
     crowded = cores < 12  # six kernels are half of them
     assert sources[2:] == (prompts + ASKED if crowded else SEVERAL + prompts + whole)
-    columns = [
-        int(re.search(r"kColumns = (\d+)", text).group(1))
-        for text, source in begun
-        if source == "columns.cu"
-    ]
+    columns = [int(re.search(r"kColumns = (\d+)", text).group(1)) for text, source in begun if source == "columns.cu"]
     assert columns[1:] == [8, 4, 2]  # the first is a prompt's chunks
 
 

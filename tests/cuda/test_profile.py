@@ -131,9 +131,7 @@ def test_the_critical_path_follows_the_block_that_waits_least():
 
 def test_one_token_knows_no_step_before_it():
     one = by_hand()
-    one = replace(
-        one, ticks=one.ticks[:1], weight_ticks=one.weight_ticks[:1], clocks=one.clocks[::2]
-    )
+    one = replace(one, ticks=one.ticks[:1], weight_ticks=one.weight_ticks[:1], clocks=one.clocks[::2])
     line = timeline(one)
     assert line.clock_error is None
     assert trace(one, line, {})["otherData"]["clock_error_ns"] is None
@@ -312,19 +310,14 @@ def test_a_file_without_a_folder_is_refused_before_a_gpu_is_opened(flag, command
         raise AssertionError
 
     code, _, err = command(flag, str(tmp_path / "none" / "trace.json"), backend=opened)
-    assert (
-        code == 2
-        and "none/trace.json: there is no folder" in err
-        and err.startswith(f"error: {flag}")
-    )
+    assert code == 2 and "none/trace.json: there is no folder" in err and err.startswith(f"error: {flag}")
 
 
 def test_what_the_kernel_takes_is_told_if_the_backend_knows(command, tmp_path):
     """Below the title, and in the trace's metadata."""
     _, out, _ = command(backend=Reporting)
     assert out.splitlines()[1].rstrip() == (
-        "168 registers and 16 bytes of local memory a thread, "
-        "230,400 bytes of shared memory a block"
+        "168 registers and 16 bytes of local memory a thread, 230,400 bytes of shared memory a block"
     )
     assert "registers" not in command()[1]
     for backend in (Recorded, Reporting):

@@ -175,9 +175,7 @@ def test_every_step_of_every_tile_is_taken_once(walk, seed):
     assert len(places) == tiles
     for tile, own in parts.items():
         count = walk.parts_of(call, tile, way.blocks, out)
-        assert [[b, slot] for _, b, slot in sorted(own)] == np.array(out[: 2 * count]).reshape(
-            -1, 2
-        ).tolist()
+        assert [[b, slot] for _, b, slot in sorted(own)] == np.array(out[: 2 * count]).reshape(-1, 2).tolist()
 
 
 def test_both_ways_to_deal_are_taken():
@@ -257,10 +255,7 @@ def test_launches_are_made_ready_once_and_told_their_addresses(monkeypatch):
     [
         pytest.param(KERNELS[0], DType.F16, id="16 tokens, fp16"),
         pytest.param(KERNELS[-1], DType.BF16, id="256 tokens"),
-        *(
-            pytest.param(k, DType.BF16, id=f"{k.tokens} tokens", marks=pytest.mark.slow)
-            for k in KERNELS[:-1]
-        ),
+        *(pytest.param(k, DType.BF16, id=f"{k.tokens} tokens", marks=pytest.mark.slow) for k in KERNELS[:-1]),
     ],
 )
 def test_products_follow_each_other_and_copies_need_no_loop(kernel, dtype):

@@ -74,9 +74,7 @@ def test_a_padded_pass_leaves_its_tokens_alone():
     held = ours.memory_bytes() - own.memory_bytes()
     exchange = outputs_bytes(build(SPECS[name], ranks))
     assert held == ranks * exchange + sum(b.nbytes for b in ours._buckets)
-    assert (
-        ours._buckets[0]._cache.nbytes == bucket_bytes(build(SPECS[name], ranks), 128) // 128 * 64
-    )
+    assert ours._buckets[0]._cache.nbytes == bucket_bytes(build(SPECS[name], ranks), 128) // 128 * 64
 
 
 def test_a_rank_that_does_not_come_is_named_and_the_next_pass_runs():
@@ -125,9 +123,7 @@ def test_behind_an_end_in_vain_nothing_is_stored_until_all_have_ended():
         _, streams = left(ours, name, ranks, tokens_of(6))
         assert all(kept) and all(s.isnan().any() for s in streams)
     assert equal(left(ours, name, ranks, tokens_of(5)), want) and not all(kept)
-    assert ours.gave_up() == (
-        "a wait of a prompt's pass expired: rank 0, its end: nothing from rank 1"
-    )
+    assert ours.gave_up() == ("a wait of a prompt's pass expired: rank 0, its end: nothing from rank 1")
     assert ours.gave_up() == ""
 
 

@@ -72,9 +72,7 @@ def test_clocks_that_are_wrong_are_brought_together(ranks, tmp_path):
         assert abs(clock.drift - drifts[rank]) <= clock.drift_error < abs(drifts[rank])
         # The clock began to drift when the program began: a moment before the first reading.
         begun = clock.offset - offsets[rank]
-        assert (
-            -clock.error <= begun * np.sign(drifts[rank]) <= abs(drifts[rank]) * 60e9 + clock.error
-        )
+        assert -clock.error <= begun * np.sign(drifts[rank]) <= abs(drifts[rank]) * 60e9 + clock.error
         moments = np.linspace(0, elapsed, 7)
         own = moments * (1 + drifts[rank])
         assert np.abs(clock.on_first(own) - moments).max() <= 2 * clock.error
@@ -110,19 +108,14 @@ class StampedWalk(RankWalk):
         """Of TOKENS tokens behind a prompt of two."""
         self.generate([3, 5], TOKENS)
         assert self.outcome == 2
-        each = tuple(
-            recording_of(self.layout, m.profile.numpy(), m.clocks.numpy(), np.array([1]))
-            for m in self.ranks
-        )
+        each = tuple(recording_of(self.layout, m.profile.numpy(), m.clocks.numpy(), np.array([1])) for m in self.ranks)
         return RankRecording(each, *agreeing(each))
 
     def delay(self, region, of, at):
         """Stores of lane `of`'s words at rank `at` land late, in the next run; of the region's first buffer."""
         words = self.layout.regions[region]
         first = self.ranks[at].words.data_ptr() + 4 * (words.offset + of * words.stride)
-        self.library.kog_store_late(
-            ctypes.c_void_p(first), ctypes.c_long(words.stride), ctypes.c_long(LATE)
-        )
+        self.library.kog_store_late(ctypes.c_void_p(first), ctypes.c_long(words.stride), ctypes.c_long(LATE))
 
 
 def agreeing(each):
@@ -130,9 +123,7 @@ def agreeing(each):
     first = int(min(one.clocks[..., 1].min() for one in each)) - 500
     last = int(max(one.clocks[..., 1].max() for one in each)) + 500
     shape = np.array([[0, 3, 6], [10, 17, 20], [30, 31, 37]])
-    return [
-        np.stack([at - 40 * i + shape for i in range(1, len(each))]) for at in (first, last + 400)
-    ]
+    return [np.stack([at - 40 * i + shape for i in range(1, len(each))]) for at in (first, last + 400)]
 
 
 MODELS = {"two": (TWO, 2), "four": (FOUR, 4)}
@@ -147,10 +138,7 @@ def walk(request):
 def waits_of(recording, name):
     """ns of a mean token, each GPU's."""
     rows = exposed(rank_timeline(recording))
-    return [
-        sum(r.token for r in rows if (r.gpu, r.name) == (gpu, name))
-        for gpu in range(len(recording.each))
-    ]
+    return [sum(r.token for r in rows if (r.gpu, r.name) == (gpu, name)) for gpu in range(len(recording.each))]
 
 
 def test_a_delay_between_gpus_shows_as_exposed_communication(walk):
@@ -204,9 +192,7 @@ def test_wrong_clocks_change_no_time_by_more_than_is_stated(walk):
                 taken[gpu - 1, :, 1] = wrong(taken[gpu - 1, :, 1], gpu)
     found = rank_timeline(RankRecording(tuple(each), *readings))
     assert [round(clock.offset / 1e9) for clock in found.clocks] == list(range(1, len(each)))
-    for line, other, error in zip(
-        found.each, plain.each, [1, *(c.error for c in found.clocks)], strict=True
-    ):
+    for line, other, error in zip(found.each, plain.each, [1, *(c.error for c in found.clocks)], strict=True):
         assert np.abs(line.ends - other.ends).max() <= error + 2  # two roundings
     span = plain.each[1].ends.max()
     assert 0.2 * span > found.clocks[0].error, "a drift forgotten would be seen"
@@ -224,9 +210,7 @@ def test_late_sums_are_waited_for_in_the_rows_that_add_them():
     late = waits_of(walk.record(), "o_proj")
     assert late[1] > plain[1] + LATE / 40, (plain, late)
     names = {row.name for row in exposed(rank_timeline(walk.record()))}
-    assert names <= {"o_proj", "down_proj", "lm_head", "argmax"}, (
-        "no join of a layer waits for a peer"
-    )
+    assert names <= {"o_proj", "down_proj", "lm_head", "argmax"}, "no join of a layer waits for a peer"
 
 
 # ---- the trace and the command ----

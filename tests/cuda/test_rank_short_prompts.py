@@ -40,9 +40,7 @@ def backend():
 
 @pytest.fixture(scope="module")
 def alone(backend):
-    found = {
-        slot: (said(served(backend, asked(slot)), slot), left(backend, slot)) for slot in (1, 2)
-    }
+    found = {slot: (said(served(backend, asked(slot)), slot), left(backend, slot)) for slot in (1, 2)}
     assert backend.passes == [[1], [2]]
     streams = [m.streams[1] for m in backend.ranks.each]
     assert torch.equal(streams[0][0], streams[1][1])  # each rank's own place, with equal bits
@@ -72,14 +70,10 @@ def test_prompts_that_wait_share_a_pass_and_keep_their_bits(backend, alone):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_does_not_come_is_named_and_the_next_request_runs(
-    backend, alone, monkeypatch, rank
-):
+def test_a_rank_that_does_not_come_is_named_and_the_next_request_runs(backend, alone, monkeypatch, rank):
     one = backend.short._passes[rank]
     with monkeypatch.context() as patched:
-        patched.setattr(
-            one, "launches", lambda kernel: [lambda stream: None] * len(one._launches[kernel])
-        )
+        patched.setattr(one, "launches", lambda kernel: [lambda stream: None] * len(one._launches[kernel]))
         (failure,) = served(backend, asked(1)).read(1, 0)
     assert isinstance(failure, Failure) and isinstance(failure.error, RunError)
     assert str(failure.error) == (

@@ -26,9 +26,7 @@ PATIENT_S = 120.0  # the first calls compile for the CPU
 
 @pytest.fixture(scope="module")
 def made():
-    backend = FiberBackend(
-        RandomWeights(f16_spec(vocab_size=100)), BackendOptions(num_slots=4, num_gpus=2), 2
-    )
+    backend = FiberBackend(RandomWeights(f16_spec(vocab_size=100)), BackendOptions(num_slots=4, num_gpus=2), 2)
     backend.settle()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(soak_requests, "MORE", (3, 6))
@@ -48,9 +46,7 @@ def test_requests_of_every_kind_say_what_they_say_alone(made, monkeypatch):
     monkeypatch.setattr(rank_soak, "CANCELS", 0.5)
     found = soaked(made)
     assert found.holds, found.line("emulated")
-    assert (
-        found.requests >= REQUESTS and found.cancelled and found.yields and found.most_at_once > 2
-    )
+    assert found.requests >= REQUESTS and found.cancelled and found.yields and found.most_at_once > 2
     assert found.line("emulated").startswith("soak holds: emulated, ")
     assert sum(made.tally.all.values()) == found.requests and not made.tally.differ
 
@@ -106,9 +102,7 @@ def test_prompts_are_cancelled_between_their_slices(monkeypatch):
         gc.enable()
     assert not held  # its tensors are those of a whole pass
     assert found.inside and found.cancelled >= found.inside and found.holds
-    assert f"({found.cancelled} cancelled, {found.inside} of them inside a prompt, " in found.line(
-        ""
-    )
+    assert f"({found.cancelled} cancelled, {found.inside} of them inside a prompt, " in found.line("")
 
 
 def test_a_long_soak_without_a_cancel_inside_a_prompt_proves_nothing():
@@ -147,13 +141,9 @@ def test_what_differs_is_told_before_it_is_asked_again(differing, monkeypatch, c
     assert 0 < said.index("soak FAILED: emulated") + 1 < said.index("no memory")
 
 
-def test_a_hang_while_it_asks_again_is_one_and_nobody_uses_the_backend_beside_it(
-    differing, monkeypatch
-):
+def test_a_hang_while_it_asks_again_is_one_and_nobody_uses_the_backend_beside_it(differing, monkeypatch):
     kept, calls, over = [], [], threading.Event()
-    monkeypatch.setattr(
-        differing.backend, "generate", lambda mailbox: calls.append(1) or over.wait()
-    )
+    monkeypatch.setattr(differing.backend, "generate", lambda mailbox: calls.append(1) or over.wait())
     monkeypatch.setattr(rank_soak, "HANG_S", 0.1)
     rank_soak.tell_and_ask(differing, "emulated", differing, kept.append)
     assert calls == [1] and [its["hangs"] for its in kept] == [0, 1]

@@ -67,9 +67,7 @@ def test_an_instruction_is_taken_apart():
 
 
 # Always of the model in which one was found.
-@pytest.mark.parametrize(
-    "name", ["laneformer-2b", *one_always(s for s in SHAPES if "lane" not in s)]
-)
+@pytest.mark.parametrize("name", ["laneformer-2b", *one_always(s for s in SHAPES if "lane" not in s)])
 def test_a_step_of_one_token_has_no_hazard(name):
     # Where a kernel had it: lanes with this context. The others are compiled for other tests as well.
     max_context = 288 if name == "laneformer-2b" else 1024

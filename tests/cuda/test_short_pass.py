@@ -34,9 +34,7 @@ SPECS = {
 }
 SLOTS, POSITIONS, MOST = 4, 64, 7
 CPU = torch.device("cpu")
-PRODUCT, BETWEEN = (
-    (ROOT / "backends/cuda" / name).read_text() for name in ("prompt.cu", "short_pass.cu")
-)
+PRODUCT, BETWEEN = ((ROOT / "backends/cuda" / name).read_text() for name in ("prompt.cu", "short_pass.cu"))
 
 
 def opened(spec):
@@ -53,9 +51,7 @@ def opened(spec):
     def address(name, layer):
         return groups[at[name, layer][0]].data_ptr()
 
-    cache = torch.zeros(
-        SLOTS, spec.num_layers, 1, spec.num_kv_heads, 2, POSITIONS, spec.head_dim, dtype=dtype
-    )
+    cache = torch.zeros(SLOTS, spec.num_layers, 1, spec.num_kv_heads, 2, POSITIONS, spec.head_dim, dtype=dtype)
     streams = torch.full((SLOTS, 1, spec.hidden_size), torch.nan)
     layers = [load_layer(weights, lowering.schedule, i, CPU, dtype) for i in range(spec.num_layers)]
     rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, POSITIONS))
@@ -94,10 +90,7 @@ def reference_of(spec, tokens):
 def test_streams_are_the_references_and_equal_whoever_shares_the_pass(name):
     spec = SPECS[name]
     made, cache, streams = opened(spec)
-    prompts = [
-        ShortPrompt([(7 * i + 3 * s) % 64 for i in range(n)], s)
-        for s, n in ((2, 21), (0, 6), (3, 9))
-    ]
+    prompts = [ShortPrompt([(7 * i + 3 * s) % 64 for i in range(n)], s) for s, n in ((2, 21), (0, 6), (3, 9))]
     alone = {}
     for prompt in prompts:
         made.queue(made.write([prompt]), 0)

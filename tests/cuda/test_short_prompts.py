@@ -72,9 +72,7 @@ def test_prompts_that_wait_share_a_pass_and_keep_their_bits(alone):
 
 
 @pytest.mark.parametrize(("room", "uploads"), [(staging.STAGED, 0), (64, 9)])
-def test_requests_that_were_admitted_together_lie_in_their_slots_without_an_upload(
-    alone, monkeypatch, room, uploads
-):
+def test_requests_that_were_admitted_together_lie_in_their_slots_without_an_upload(alone, monkeypatch, room, uploads):
     """Or, where that has no room for them, by an upload a part."""
     told = []
     monkeypatch.setattr(placing, "upload", lambda values, to: (told.append(1), upload(values, to)))
@@ -224,9 +222,7 @@ def test_its_workspace_is_in_the_plan_and_in_what_is_held(monkeypatch):
     assert with_pass.short.memory_bytes() == planned + tables
     assert plans[0].weights - plans[1].weights == planned
     own = with_pass.memory_bytes()["other"] - with_pass.library.memory_bytes()
-    assert (
-        own - (planned + tables) == without.memory_bytes()["other"] - without.library.memory_bytes()
-    )
+    assert own - (planned + tables) == without.memory_bytes()["other"] - without.library.memory_bytes()
     for backend in (with_pass, without):
         backend.close()
 

@@ -11,9 +11,7 @@ from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import FLAGS, FiberBackend, FiberKernel, compile_walk
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2.5-0.5b", pytest.param("laneformer-2b", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", pytest.param("laneformer-2b", marks=pytest.mark.slow)])
 def test_the_kernel_passes(name):
     assert check_stages(FiberBackend, small_model(named_shape(name), "bf16"), "a CPU") >= 12
 
@@ -38,7 +36,5 @@ def test_a_stage_that_is_wrong_in_the_kernel_is_named(tmp_path):
             return kernel
 
     spec = small_model(named_shape("qwen2.5-0.5b").replace(windows=(16,) * 24), "bf16")
-    with pytest.raises(
-        DeviceError, match=r"backend cuda computes attention wrong on a CPU \(attention is off"
-    ):
+    with pytest.raises(DeviceError, match=r"backend cuda computes attention wrong on a CPU \(attention is off"):
         check_stages(Wrong, spec, "a CPU")

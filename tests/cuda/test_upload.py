@@ -32,9 +32,7 @@ def test_a_request_lies_in_its_slot_alone():
     memory = backend.memory
     for tensor in (memory.request, memory.tokens, memory.states):
         tensor.fill_(-7)
-    params = SamplingParams(temperature=0.0, max_tokens=4, seed=0).resolve(
-        spec.vocab_size, (), list
-    )
+    params = SamplingParams(temperature=0.0, max_tokens=4, seed=0).resolve(spec.vocab_size, (), list)
     prompt = (9, 3, 5, 8)
     words = encode(Request(1, prompt, params, seed=0, max_tokens=4), spec.vocab_size)
     memory.write_request(1, words, prompt, 2)

@@ -223,9 +223,7 @@ class Gguf(Target):
             file.data = draw.choice((file.data[:cut], file.data + file.data, b""))
         elif edit == 2:
             at = draw.randrange(len(file.data)) if file.data else 0
-            file.data = (
-                file.data[:at] + damage_bytes(draw, file.data[at : at + 64]) + file.data[at + 64 :]
-            )
+            file.data = file.data[:at] + damage_bytes(draw, file.data[at : at + 64]) + file.data[at + 64 :]
         elif edit <= 7 and file.fields:
             i = draw.randrange(len(file.fields))
             file.fields[i] = self._field(draw, *file.fields[i])
@@ -381,8 +379,6 @@ def _stored_name(name: str) -> str:
         return f"{fixed[name]}.weight"
     _, layer, part = name.split(".")
     names = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "o_proj": "attn_output"}
-    names |= {f"{n}_proj": f"attn_{n}" for n in "qkv"} | {
-        f"{n}_norm": f"attn_{n}_norm" for n in "qk"
-    }
+    names |= {f"{n}_proj": f"attn_{n}" for n in "qkv"} | {f"{n}_norm": f"attn_{n}_norm" for n in "qk"}
     names |= {f"{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}
     return f"blk.{layer}.{names[part]}.weight"

@@ -27,9 +27,7 @@ class Narrow(Target):
         for name in CASES:
             model, _ = narrow_cases.checkpoint(name, folder / name, sizes=SIZES)
             self.want[name] = _sorted(model.state_dict().values())
-            configs.append(
-                json.loads((folder / name / "config.json").read_text()) | {"_case": name}
-            )
+            configs.append(json.loads((folder / name / "config.json").read_text()) | {"_case": name})
         self.take(*configs)
         for data in self.seeds:
             assert self.run(data)

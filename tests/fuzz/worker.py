@@ -99,9 +99,7 @@ def _child(target: Target, record: Record, first: int, end: int, suspect: int) -
     return at + 1, -1
 
 
-def _work(
-    target: Target, seed: int, first: int, end: int, shared: mmap.mmap, results: IO[str]
-) -> None:
+def _work(target: Target, seed: int, first: int, end: int, shared: mmap.mmap, results: IO[str]) -> None:
     """The child: a line of JSON for every case, and one about its memory at the end."""
     limit_memory()
     null = os.open(os.devnull, os.O_WRONLY)  # a panicking library writes to stderr

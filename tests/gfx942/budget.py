@@ -43,21 +43,14 @@ def exceeded(gates: Gates, weights: int, layers: int) -> list[str]:
     wrong = {
         "issue slots": gates.instructions * layers > slots,
         "LDS": gates.lds > LDS_BYTES,
-    } | {
-        f"bytes in flight at {latency:.1f} us": in_flight(gates) < needed_bytes(latency)
-        for latency in LATENCIES
-    }
+    } | {f"bytes in flight at {latency:.1f} us": in_flight(gates) < needed_bytes(latency) for latency in LATENCIES}
     return [name for name, one in wrong.items() if one]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     sizes = FULL_SIZE | MORE_SIZES
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gfx942.budget", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(sizes)}; {', '.join(FULL_SIZE)}"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.gfx942.budget", description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(sizes)}; {', '.join(FULL_SIZE)}")
     asked = parser.parse_args(argv).models or [*FULL_SIZE]
     if unknown := [name for name in asked if name not in sizes]:
         parser.error(f"no object of {', '.join(unknown)}: have {', '.join(sizes)}")
@@ -74,21 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         token_us = weights / BANDWIDTH * 1e6
         slots, used = issue_slots(token_us), gates.instructions * case.spec.num_layers
         held = in_flight(gates)
-        print(
-            f"{name}: {weights / 1e9:.2f} GB of weights, {token_us:.0f} us a token at that bandwidth"
-        )
+        print(f"{name}: {weights / 1e9:.2f} GB of weights, {token_us:.0f} us a token at that bandwidth")
         print(f"  issue slots of a wave   {used:,} of {slots:,.0f} ({used / slots:.0%})")
         print(f"  LDS of a workgroup      {gates.lds:,} of {LDS_BYTES:,} bytes")
-        print(
-            f"  registers               {gates.vgprs} of 512, {gates.groups_per_cu} workgroups fit a CU"
-        )
-        print(
-            f"  bytes in flight, a CU   {held:,} at most, in straight code; needed at a latency of"
-        )
+        print(f"  registers               {gates.vgprs} of 512, {gates.groups_per_cu} workgroups fit a CU")
+        print(f"  bytes in flight, a CU   {held:,} at most, in straight code; needed at a latency of")
         for latency in LATENCIES:
-            print(
-                f"    {latency:.1f} us  {needed_bytes(latency):8,.0f}  ({held / needed_bytes(latency):.1f} times)"
-            )
+            print(f"    {latency:.1f} us  {needed_bytes(latency):8,.0f}  ({held / needed_bytes(latency):.1f} times)")
         missed = exceeded(gates, weights, case.spec.num_layers)
         print(f"  beyond the budget       {', '.join(missed) or 'nothing'}")
         beyond |= bool(missed)

@@ -152,21 +152,15 @@ def lines(name: str, row: Row) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gfx942.hip_budget", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"by default {', '.join(MODELS)}"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.gfx942.hip_budget", description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"by default {', '.join(MODELS)}")
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
     parser.add_argument("--kept", action="store_true", help="print what it holds, without a run")
     parser.add_argument("--blocks", type=int, default=0, help="of a GPU")
     parser.add_argument("--position", type=int, default=0, help="of the token, below 4096")
     args = parser.parse_args(argv)
     if (args.keep or args.kept) and (args.blocks or args.position):
-        parser.error(
-            f"what is kept has the usual blocks, the first token and the one behind {DEEP:,}"
-        )
+        parser.error(f"what is kept has the usual blocks, the first token and the one behind {DEEP:,}")
     from tests.lib.gfx942.full_width import CONTEXT
 
     if not 0 <= args.position < CONTEXT:

@@ -89,9 +89,7 @@ def hip(seeds: int) -> list[Row]:
 def ranks(seeds: int) -> list[Row]:
     """Rows of whole requests by the HIP kernel on two simulated GPUs, `seeds` runs each (hip_ranks.py)."""
     asked = hip_ranks.asked()
-    return [
-        hip_row(case, name, hip_ranks.walk(case), tokens, seeds) for case, name, tokens in asked
-    ]
+    return [hip_row(case, name, hip_ranks.walk(case), tokens, seeds) for case, name, tokens in asked]
 
 
 def hip_conditions(seed: int) -> dict[str, Any]:
@@ -100,11 +98,7 @@ def hip_conditions(seed: int) -> dict[str, Any]:
 
 
 def hip_row(case: str, name: str, one: HipWalk, tokens: list[int], seeds: int) -> Row:
-    wrong = [
-        seed
-        for seed in range(seeds)
-        if hip_requests.wrong(one, name, tokens, hip_conditions(seed), seed)
-    ]
+    wrong = [seed for seed in range(seeds) if hip_requests.wrong(one, name, tokens, hip_conditions(seed), seed)]
     return hip_found(case, name, one, seeds, wrong)
 
 
@@ -114,9 +108,7 @@ def hip_found(case: str, name: str, one: HipWalk, seeds: int, wrong: list[int]) 
     return row | {"seeds": seeds, "wrong": wrong}
 
 
-def shared() -> Iterator[
-    tuple[str, Callable[[], HipColumns], Callable[[dict[str, Any], int], str]]
-]:
+def shared() -> Iterator[tuple[str, Callable[[], HipColumns], Callable[[dict[str, Any], int], str]]]:
     """Cases of the HIP kernel of columns: each its kernel's model and what is wrong with a run."""
     for case in hip_column_requests.SHARED:
 
@@ -194,14 +186,10 @@ def failures(record: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gfx942.record", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.gfx942.record", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=16, help="of inputs and of whole requests")
     parser.add_argument("--litmus", type=int, default=1000, help="of litmus kernels")
-    parser.add_argument(
-        "--only", choices=PARTS, help="run this part, and keep the others of the last record"
-    )
+    parser.add_argument("--only", choices=PARTS, help="run this part, and keep the others of the last record")
     args = parser.parse_args(argv)
     if budget.main([*FULL_SIZE, *MORE_SIZES]):  # first, what does not fit
         return 1

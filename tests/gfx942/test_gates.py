@@ -64,10 +64,7 @@ def test_the_object_fits_and_its_fences_are_whole(case, variant):
 
 @pytest.mark.parametrize(
     ("full", "variant"),
-    [
-        one if one == ("llama-3.2-1b", "") else pytest.param(*one, marks=pytest.mark.slow)
-        for one in FULL_OBJECTS
-    ],
+    [one if one == ("llama-3.2-1b", "") else pytest.param(*one, marks=pytest.mark.slow) for one in FULL_OBJECTS],
 )
 def test_what_does_not_depend_on_size_is_the_small_objects(full, variant):
     """Fences, atomics, forms of shared accesses, sleeps and what reads the clock: of the full size as of what runs."""
@@ -161,9 +158,7 @@ def test_a_fence_that_lost_a_step_differs(monkeypatch):
                 if lost != "barrier":
                     blind[at + 4 : at + 8] = (0xBF800000).to_bytes(4, "little")
         assert bytes(blind) != code, lost
-        monkeypatch.setattr(
-            type(code_object), "code", lambda *_, blind=blind: (address, bytes(blind))
-        )
+        monkeypatch.setattr(type(code_object), "code", lambda *_, blind=blind: (address, bytes(blind)))
         try:
             assert set(fences_of(code_object, KERNEL)) != {FENCE}, lost
         except ValueError:
@@ -201,9 +196,7 @@ def test_a_model_that_has_no_object_is_refused(capsys):
 def test_what_is_beyond_the_budget_is_named(monkeypatch):
     """4.2 MB of weights take 1 us: 525 instructions of a wave; 13.8 KB are 4 waves' loads of 4."""
     one = replace(gates("llama"), instructions=300, most_in_flight=4, lds=0)
-    assert budget.exceeded(one, 4_200_000, 1) == [
-        f"bytes in flight at {latency} us" for latency in (1.5, 2.0)
-    ]
+    assert budget.exceeded(one, 4_200_000, 1) == [f"bytes in flight at {latency} us" for latency in (1.5, 2.0)]
     assert "issue slots" in budget.exceeded(one, 4_200_000, 2)
     assert "LDS" in budget.exceeded(replace(one, lds=65 << 10), 4_200_000, 1)
     monkeypatch.setattr(budget, "BANDWIDTH", 4.2e13)

@@ -99,9 +99,7 @@ def test_log_probabilities_are_the_references(hip, model):
     for backend in ("hip", "reference"):
         with LLM(model, backend=backend, skip_tokenizer_init=True) as llm:
             (output,) = llm.generate(PROMPTS[0], params)
-        told.append(
-            [{i: one.logprob for i, one in at.items()} for at in output.outputs[0].logprobs]
-        )
+        told.append([{i: one.logprob for i, one in at.items()} for at in output.outputs[0].logprobs])
     for ours, theirs in zip(*told, strict=True):
         assert ours == pytest.approx(theirs, abs=0.02)
 
@@ -179,9 +177,7 @@ def test_scratch_memory_is_told(hip, model, monkeypatch, caplog, scratch):
     monkeypatch.setattr(hip, "hipFuncGetAttribute", attribute)
     open_hip(model).close()
     start = "decode.hip has 464 bytes of scratch memory a thread, and may be slow: clang++: "
-    assert [one.startswith(start) for one in caplog.messages if "scratch" in one] == (
-        [True] if scratch else []
-    )
+    assert [one.startswith(start) for one in caplog.messages if "scratch" in one] == ([True] if scratch else [])
 
 
 def test_blocks_are_as_many_as_are_asked_for(hip, model, expected):
@@ -259,9 +255,8 @@ def test_a_model_whose_columns_find_no_room_takes_turns(hip, model, expected, mo
 
 def test_no_gpu(hip, model):
     hip.gpus = 0
-    assert (
-        "hipGetDeviceCount: hipErrorNoDevice (100, no ROCm-capable device is detected)"
-        in refusal(lambda: open_hip(model))
+    assert "hipGetDeviceCount: hipErrorNoDevice (100, no ROCm-capable device is detected)" in refusal(
+        lambda: open_hip(model)
     )
 
 
@@ -357,10 +352,7 @@ def test_no_runtime(hip, model, monkeypatch, tmp_path):
 def test_no_compiler(hip, model, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal(lambda: open_hip(model))
-    assert (
-        "no compiler for AMD GPUs, none of clang++, hipcc, hipRTC: install ROCm, set ROCM_PATH"
-        in told
-    )
+    assert "no compiler for AMD GPUs, none of clang++, hipcc, hipRTC: install ROCm, set ROCM_PATH" in told
 
 
 def test_what_the_kernel_does_not_do_is_refused(hip, model):
@@ -377,9 +369,7 @@ def compilations(caplog):
     return sum(text.startswith("compiling decode.hip by clang++: ") for text in caplog.messages)
 
 
-def test_a_code_object_is_kept_and_a_damaged_one_is_compiled_again(
-    hip, model, expected, monkeypatch, tmp_path, caplog
-):
+def test_a_code_object_is_kept_and_a_damaged_one_is_compiled_again(hip, model, expected, monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO, "kog_triton.compilers")
     # clang once for all processes of tests: what it made is handed out here
     made, compile_apart = [], jit.compile_apart
@@ -426,9 +416,7 @@ def test_prebuilt_objects_are_taken_by_path(hip, model, expected, monkeypatch, t
     monkeypatch.setattr(prebuild, "small_model", lambda spec, num_gpus: spec)
     monkeypatch.setattr(prebuild, "column_layouts", lambda *_: [])
     sources = prebuild.sources
-    monkeypatch.setattr(
-        prebuild, "sources", lambda *of: [s for s in sources(*of) if s[1] != "stage.hip"]
-    )
+    monkeypatch.setattr(prebuild, "sources", lambda *of: [s for s in sources(*of) if s[1] != "stage.hip"])
     made = prebuild.prebuild(tmp_path / "objects", spec, gpu)
     assert {path.name.partition("-")[0] for path in made} == {"selftest", "decode"}
     monkeypatch.setenv(objects.FOLDER, str(tmp_path / "objects"))
@@ -459,9 +447,7 @@ def taken():
     return objects.code_object(selftest.HEADER, "selftest.hip", "gfx942")
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"#" + data[1:]]
-)
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"#" + data[1:]])
 def test_a_prebuilt_object_that_is_damaged_is_refused(folder, damage):
     path = folder()[0]
     assert taken() == b"machine code"

@@ -37,9 +37,7 @@ def test_every_stage_has_enough_in_flight_and_slots_to_spare(name, capsys):
     assert "Nothing of this was measured on AMD hardware." in said and "  gate_up_proj" in said
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if "1b" not in n else n for n in kept()]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "1b" not in n else n for n in kept()])
 def test_the_count_is_of_todays_object(name):
     """Else `python -m tests.gfx942.hip_budget --keep` is to be run again, and what it writes committed."""
     assert kept()[name]["object"] == object_of(name).sha256

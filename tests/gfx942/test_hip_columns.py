@@ -162,9 +162,7 @@ def test_every_acquire_of_the_caches_rows_is_needed(monkeypatch):
     acquires = [i for i, name in enumerate(one.kernel.mnemonics()) if name == "BUFFER_INV"]
     assert len(acquires) == 2
     # Lines stay as they were found.
-    hard = [
-        {"memory": Memory(True, early, 0), "xcc": lambda group: group // 2} for early in (0.3, 0.9)
-    ]
+    hard = [{"memory": Memory(True, early, 0), "xcc": lambda group: group // 2} for early in (0.3, 0.9)]
     assert serve("split", hard[0], names) == right
     for acquire in acquires:
         without = one.kernel.copy()
@@ -224,7 +222,5 @@ def test_as_many_share_a_step_as_lds_holds(name, most):
 
 def test_a_k_that_outgrows_the_registers_is_refused_by_name():
     lowering = lower_hip(build(real_shape("qwen2.5-7b")), GPUS["mi300x"])
-    with pytest.raises(
-        ModelError, match="down_proj's activations of 2 requests take 148 registers"
-    ):
+    with pytest.raises(ModelError, match="down_proj's activations of 2 requests take 148 registers"):
         lay_out_columns(lowering, 4096, 2)

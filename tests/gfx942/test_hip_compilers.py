@@ -244,9 +244,7 @@ def test_hiprtc_makes_what_clang_makes(machine):
 def test_what_hiprtc_says_is_told(machine, monkeypatch):
     hiprtc(machine)
     monkeypatch.setattr(toolchain, "FLAGS", ("-no-such-flag",))
-    with pytest.raises(
-        DeviceError, match=r"hipRTC refuses the kernel: hiprtcCompileProgram(.|\n)*no-such-flag"
-    ):
+    with pytest.raises(DeviceError, match=r"hipRTC refuses the kernel: hiprtcCompileProgram(.|\n)*no-such-flag"):
         code()
 
 

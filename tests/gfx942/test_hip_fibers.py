@@ -45,9 +45,7 @@ def asked(backend, name):
 
 
 @pytest.mark.parametrize("wave", [64, pytest.param(32, marks=slow)])
-@pytest.mark.parametrize(
-    "case", ["llama", *(pytest.param(c, marks=slow) for c in NAMES if c != "llama")]
-)
+@pytest.mark.parametrize("case", ["llama", *(pytest.param(c, marks=slow) for c in NAMES if c != "llama")])
 def test_requests_equal_the_reference(case, wave):
     """By waves of two warps, as CDNA's, and of one; single warps are held back."""
     backend = opened(HipFiberBackend, CASES[case].spec, CASES[case].num_blocks, seed=-9, wave=wave)
@@ -163,9 +161,7 @@ def test_a_block_that_never_comes_is_named():
     assert asked(backend, "greedy") == expected("llama")
     backend.kernel.absent, backend.wait_ns = 0, 2_000_000  # 2,000 rounds
     ((failed,),) = serve(backend, ASKED["greedy"].request()).values()
-    assert isinstance(failed, Failure) and re.search(
-        r"expired: .*word 0 of places", str(failed.error)
-    )
+    assert isinstance(failed, Failure) and re.search(r"expired: .*word 0 of places", str(failed.error))
 
 
 # ---- judged: a CPU thread for every block ----
@@ -183,9 +179,7 @@ def test_columns_under_a_judge(judge, case):
     spec, names = columns.spec_of(case), columns.SHARED[case]
     blocks, lengths = columns.BLOCKS.get(case, 8), columns.LENGTHS.get(case, {})
     count = max(2, len(names))
-    walk = HipColumnThreadWalk(
-        spec, ArrayWeights(spec), blocks, count, judge=JUDGES[judge], **lengths
-    )
+    walk = HipColumnThreadWalk(spec, ArrayWeights(spec), blocks, count, judge=JUDGES[judge], **lengths)
     walk.serve([columns.ASKED[name].request(i) for i, name in enumerate(names)], 1, UNLIMITED_NS)
     assert (walk.verdict.code, walk.verdict.report) == (0, "")
     for i, name in enumerate(names):

@@ -195,9 +195,7 @@ def test_gpus_that_are_not_alike(machine, model, monkeypatch):
     assert told == "GPU 1 is mi300x with 228 SMs and GPU 0 mi300x with 304: ranks must be alike"
 
 
-@pytest.mark.parametrize(
-    "name", ["hipDeviceEnablePeerAccess", "hipExtMallocWithFlags", "hipDeviceCanAccessPeer"]
-)
+@pytest.mark.parametrize("name", ["hipDeviceEnablePeerAccess", "hipExtMallocWithFlags", "hipDeviceCanAccessPeer"])
 def test_a_call_between_gpus_that_fails_is_named(machine, model, name):
     machine(2).failing[name] = 101
     told = refusal(lambda: open_hip(model))

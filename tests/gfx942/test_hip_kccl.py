@@ -74,9 +74,7 @@ def run(kernel, policy, ranks, limit=NEVER, absent=-1, counts=None, **where):
         launches = []
         for rank, comm in enumerate(of_all.comms):
             argument = Argument(comm, found[rank].ctypes.data, first, first + STEPS // 2, STEPS)
-            launches += [Launch([bytes(argument)], (BLOCKS, 1, 1), (THREADS, 1, 1), rank)] * (
-                rank != absent
-            )
+            launches += [Launch([bytes(argument)], (BLOCKS, 1, 1), (THREADS, 1, 1), rank)] * (rank != absent)
         buffers, most = [*of_all.buffers, *map(Buffer, found)], MOST_STEPS * ranks // 2
         done = kernel.run(launches, buffers, steps=most, **where)
         if counts is not None:
@@ -91,9 +89,7 @@ def assert_told(ended, policy, ranks, absent):
     marks = [POLICY[policy].empty, 0 if POLICY[policy].empty else 1]
     told = [report for report in ended.reports if report[1]]
     assert ended.code == 1 and all(report[0] == 1 for report in ended.reports), ended.reports
-    assert absent in {report[2] for report in told} and not any(ended.reports[absent][1:]), (
-        ended.reports
-    )
+    assert absent in {report[2] for report in told} and not any(ended.reports[absent][1:]), ended.reports
     for _, _, late, place, *seen in told:
         assert (late, marks) == (place // (4 * VECTORS) % ranks, seen[:2]), ended.reports
 
@@ -110,13 +106,9 @@ def wrong(kernel, policy, ranks, seed, counts=None):
     absent = seed // 4 % ranks
     try:
         if seed % 4 == 3:
-            assert_told(
-                run(kernel, policy, ranks, LIMIT_NS, absent, **where), policy, ranks, absent
-            )
+            assert_told(run(kernel, policy, ranks, LIMIT_NS, absent, **where), policy, ranks, absent)
         else:
-            assert_right(
-                run(kernel, policy, ranks, **where), policy, kernel.name, ranks, BLOCKS, STEPS
-            )
+            assert_right(run(kernel, policy, ranks, **where), policy, kernel.name, ranks, BLOCKS, STEPS)
     except (Fault, AssertionError) as one:
         return f"{type(one).__name__}: {one}"
     return ""
@@ -175,9 +167,7 @@ def shown(mutant, policy, seeds):
 
 @pytest.mark.parametrize("policy", some_always(POLICY, "EpochPairs"))
 def test_every_narrower_scope_is_seen(policy):
-    made = [
-        m for m in of_kccl(Kernel(compiled(policy, 2), "chosen"), policy) if "narrower" in m.what
-    ]
+    made = [m for m in of_kccl(Kernel(compiled(policy, 2), "chosen"), policy) if "narrower" in m.what]
     assert len(made) >= 12  # of vectors, of the number and of reports
     for mutant in made:
         assert "scope" in shown(mutant, policy, 8), mutant.named()
@@ -225,11 +215,6 @@ def test_the_example_adds_up(memory):
     for epoch in (0, 12):
         out = np.zeros((2, 256, 4), np.float32)
         each = enumerate(of_all.comms)
-        launches = [
-            Launch([bytes(c), epoch, out[r].ctypes.data], (1, 1, 1), (256, 1, 1), r)
-            for r, c in each
-        ]
+        launches = [Launch([bytes(c), epoch, out[r].ctypes.data], (1, 1, 1), (256, 1, 1), r) for r, c in each]
         kernel.run(launches, [*of_all.buffers, *map(Buffer, out)], memory, seed=1)
-        assert (
-            out == [[0.5, thread, 1, 2] for thread in range(256)]
-        ).all() and not of_all.reports.any()
+        assert (out == [[0.5, thread, 1, 2] for thread in range(256)]).all() and not of_all.reports.any()

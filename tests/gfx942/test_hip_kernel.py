@@ -82,9 +82,7 @@ def test_a_cut_among_ids_that_many_threads_hold(rule):
 
 def test_a_stop_id_ends_the_request():
     tokens = expected("llama")
-    made, outcome = generate(
-        walk("llama"), "greedy", CONDITIONS["adversarial"], stops=(tokens[ENDS],)
-    )
+    made, outcome = generate(walk("llama"), "greedy", CONDITIONS["adversarial"], stops=(tokens[ENDS],))
     assert made == tokens[: tokens.index(tokens[ENDS]) + 1]
     assert outcome == STOPPED
 
@@ -154,9 +152,7 @@ def test_the_best_of_more_blocks_than_registers_hold(tmp_path):
         one.memory.logprobs.zero_()
         return one.generate([3, 42, 12], 4, params), one.memory.logprobs.numpy().copy()
 
-    both = [
-        HipWalk(WIDE, ArrayWeights(WIDE), 8, includes=i) for i in (INCLUDES, (tmp_path, *INCLUDES))
-    ]
+    both = [HipWalk(WIDE, ArrayWeights(WIDE), 8, includes=i) for i in (INCLUDES, (tmp_path, *INCLUDES))]
     tokens, right = told(both[0], CONDITIONS["plain"])
     assert np.count_nonzero(right) >= 4 * MOST_LOGPROBS
     for conditions in CONDITIONS.values():

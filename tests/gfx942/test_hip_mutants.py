@@ -136,9 +136,7 @@ def test_the_barrier_between_a_cut_and_log_probabilities_is_missed():
 def test_every_loss_of_what_keeps_rows_new_is_seen():
     """A stale row is one that another block has appended beside those that this one has read."""
     found = [m for m in tried("split") if m.what == "no buffer_inv"]
-    assert (
-        len(found) == 3
-    )  # behind a prompt's step, a token's, and one that is chosen by all blocks
+    assert len(found) == 3  # behind a prompt's step, a token's, and one that is chosen by all blocks
     for mutant in found:
         assert caught("split", mutant, 24), mutant.named()
 
@@ -246,9 +244,7 @@ def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
     assert record.found[number]["seeds"] == 24 and record.found[number]["caught"]
     assert record.left([int(number)], 99) == []
     record.note(int(number), 3, "")
-    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [
-        (int(number), 3)
-    ]
+    assert record.left([int(number)], 3) == [] and record.left([int(number)], 5) == [(int(number), 3)]
     kept = json.loads(path.read_text()) | {"object": "another"}
     path.write_text(json.dumps(kept))
     with pytest.raises(ValueError, match="is of split, object another: not this one"):

@@ -78,9 +78,7 @@ def test_every_block_is_there_once_and_neighbours_share_an_xcd(places, lie, memo
     for n, die in enumerate(dies):
         own = sorted(block for block, xcd in zip(blocks, xcds, strict=True) if xcd == die)
         room = range(runs[n], runs[n + 1])
-        assert own[: len(room)] == [*room][: len(own)] or (
-            len(own) > len(room) and {*room} <= {*own}
-        )
+        assert own[: len(room)] == [*room][: len(own)] or (len(own) > len(room) and {*room} <= {*own})
 
 
 def test_the_rest_of_a_full_xcd_fills_what_others_left(places):
@@ -95,9 +93,7 @@ def test_the_rest_of_a_full_xcd_fills_what_others_left(places):
 
 def test_a_lane_lives_on_an_xcd():
     dies = place_blocks(lower_hip(build(named_shape("laneformer-2b")), MI300X))
-    assert [(die.lanes, len(die.blocks), die.base) for die in dies] == [
-        (range(i, i + 1), 32, i // 2) for i in range(8)
-    ]
+    assert [(die.lanes, len(die.blocks), die.base) for die in dies] == [(range(i, i + 1), 32, i // 2) for i in range(8)]
 
 
 def test_a_kv_head_of_a_plain_model_lives_on_an_xcd():

@@ -117,9 +117,7 @@ def test_requests_together_and_a_prompt_in_chunks_pass(several, tiny):
     assert check_requests(HipBackend, spec, "here") == [ONE, CHUNKS]
 
 
-@pytest.mark.parametrize(
-    ("fault", "kernel"), some_always([(f, k) for f in LANES for k in (TWO, CHUNKS)], (ROWS, TWO))
-)
+@pytest.mark.parametrize(("fault", "kernel"), some_always([(f, k) for f in LANES for k in (TWO, CHUNKS)], (ROWS, TWO)))
 def test_lanes_that_are_mistaken_are_refused(several, tiny, monkeypatch, tmp_path, fault, kernel):
     several(positions=2 if kernel == CHUNKS else 0)
     planted(monkeypatch, tmp_path, *LANES[fault])
@@ -161,9 +159,7 @@ def test_all_ranks_pass_and_a_gpu_that_is_wrong_is_not_served(several, tiny, mon
         return memory
 
     monkeypatch.setattr(HipBackend, "_allocate", damaged)
-    with pytest.raises(
-        DeviceError, match=f"backend hip: {ranks} (computes wrong|fails) on 2 x here"
-    ):
+    with pytest.raises(DeviceError, match=f"backend hip: {ranks} (computes wrong|fails) on 2 x here"):
         check_requests(HipBackend, spec, "2 x here", 2, 2)
 
 
@@ -175,9 +171,7 @@ def test_prebuild_writes_all_that_the_check_asks_for(monkeypatch, gpus):
     monkeypatch.setattr(HipBackend, "column_counts", CudaBackend.column_counts)
     monkeypatch.setattr(HipBackend, "chunk_positions", CudaBackend.chunk_positions)
     monkeypatch.setattr(backend, "code_object", lambda *what: asked.append(what) or b"a kernel")
-    monkeypatch.setattr(
-        HipBackend, "_load", lambda self, *what: Unlaunched(self._code(what[0], what[2]))
-    )
+    monkeypatch.setattr(HipBackend, "_load", lambda self, *what: Unlaunched(self._code(what[0], what[2])))
     monkeypatch.setattr(StageRunner, "run", lambda *what: {})
     monkeypatch.setattr(stage_check, "find_backend", lambda name: Silent)
     monkeypatch.setattr(request_check, "serve", lambda ours, *requests: [()] * len(requests))

@@ -72,17 +72,13 @@ def test_what_the_kernel_relies_on_is_missed(check, monkeypatch, tmp_path, fault
     (tmp_path / "kog").mkdir()
     (tmp_path / "kog/ptx.h").write_text(text.replace(*fault))
     monkeypatch.setattr(toolchain, "INCLUDES", (tmp_path, *INCLUDES))
-    with pytest.raises(
-        DeviceError, match=rf"self-test fails on mi300x: {PLANTED[fault]}.*--backend triton"
-    ):
+    with pytest.raises(DeviceError, match=rf"self-test fails on mi300x: {PLANTED[fault]}.*--backend triton"):
         check(rounds=20, wait_ns=20_000_000, memory=WEAK)
 
 
 def test_a_host_that_is_not_heard_is_said(check, monkeypatch):
     monkeypatch.setattr(selftest, "answer", lambda mailbox, ended, *_: _wait(ended))
-    with pytest.raises(
-        DeviceError, match="the kernel did not hear the host, or the host the kernel"
-    ):
+    with pytest.raises(DeviceError, match="the kernel did not hear the host, or the host the kernel"):
         check(wait_ns=1_000_000)
 
 
@@ -121,9 +117,7 @@ def stages(check, monkeypatch):
     return lambda spec: check_stages(HipBackend, small_model(spec, "fp16"), "an executor")
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-3.2-1b", pytest.param("laneformer-2b", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", pytest.param("laneformer-2b", marks=pytest.mark.slow)])
 def test_every_stage_agrees_with_the_reference(stages, name):
     assert stages(named_shape(name)) >= 12
 

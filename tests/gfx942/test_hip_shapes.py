@@ -47,9 +47,7 @@ def test_a_grid_gives_the_references_tokens(num_blocks):
 WIDE_SPEC = plain(1, hidden_size=512, intermediate_size=4096)
 # Of LDS that has so much for inputs beside the sums: units of a batch of each stage whose inputs run on over the sums.
 OUTGROWN = {
-    2048: {
-        "down_proj": 10
-    },  # batches of a token are odd in number: each stage follows on both buffers
+    2048: {"down_proj": 10},  # batches of a token are odd in number: each stage follows on both buffers
     1024: {"qkv_proj": 15, "gate_up_proj": 15, "down_proj": 9, "lm_head": 15},
 }
 

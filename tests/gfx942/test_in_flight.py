@@ -124,9 +124,7 @@ def faults(name: str, case: tuple[str, str]) -> bool:
     words = np.zeros(64, np.uint32)
     launch = Launch([words.ctypes.data], (1, 1, 1), (64, 1, 1))
     try:
-        Kernel(code_object(), f"{name}{ALL.index(case)}").run(
-            launch, [Buffer(words)], WEAK, lds=256
-        )
+        Kernel(code_object(), f"{name}{ALL.index(case)}").run(launch, [Buffer(words)], WEAK, lds=256)
     except Fault as fault:  # behind the wait some find that 0 is no address
         return "is touched while a load is to fill it: no wait" in str(fault)
     return False

@@ -29,9 +29,7 @@ KNOWN_BAD = {
 }
 
 
-BY_EACH = pytest.mark.parametrize(
-    "compiler", some_always(COMPILERS, *(c for c in COMPILERS if c not in FETCHED))
-)
+BY_EACH = pytest.mark.parametrize("compiler", some_always(COMPILERS, *(c for c in COMPILERS if c not in FETCHED)))
 
 
 def compiled(compiler: str) -> CodeObject:

@@ -15,9 +15,7 @@ TWO_WAVES = ("ended", "met", "raced")
 def right(name: str, seed: int, memory: Memory) -> bool:
     """Whether every lane of the reading workgroup has seen what the other wrote before."""
     words, out = np.zeros(1024, np.uint32), np.zeros(LANES, np.uint32)
-    launch = Launch(
-        [words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name in TWO_WAVES), 1, 1)
-    )
+    launch = Launch([words.ctypes.data, out.ctypes.data], (2, 1, 1), (LANES + LANES * (name in TWO_WAVES), 1, 1))
     kernel = Kernel(code_object("undocumented.hip"), name)
     kernel.run(launch, [Buffer(words), Buffer(out)], memory, seed, steps=MOST_STEPS)
     return out.tolist() == [5] * LANES
@@ -30,9 +28,7 @@ def broken(name: str, seed: int, memory: Memory) -> bool:
         return "is touched while a load is to fill it" in str(fault)
 
 
-@pytest.mark.parametrize(
-    "name", ["lanes", "wide", "line", "unread", "refilled", "ended", "counters"]
-)
+@pytest.mark.parametrize("name", ["lanes", "wide", "line", "unread", "refilled", "ended", "counters"])
 def test_what_no_document_promises_is_broken(name):
     assert any(broken(name, seed, memory_of(seed)) for seed in SEEDS)
     assert all(right(name, seed, PLAIN) for seed in range(4))

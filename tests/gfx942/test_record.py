@@ -79,9 +79,7 @@ def stale(kept):
     hip = {case: one.kernel.code_object.sha256 for case, _, one, _ in hip_requests.asked()}
     wrong = {f"hip {row['case']}" for row in kept["hip"] if row["object"] != hip[row["case"]]}
     of_ranks = {case: hip_ranks.walk(case).kernel.code_object.sha256 for case in hip_ranks.NAMES}
-    wrong |= {
-        f"ranks {row['case']}" for row in kept["ranks"] if row["object"] != of_ranks[row["case"]]
-    }
+    wrong |= {f"ranks {row['case']}" for row in kept["ranks"] if row["object"] != of_ranks[row["case"]]}
     of_two = kept["columns"][0]
     if of_two["object"] != columns(of_two["case"]).kernel.code_object.sha256:
         wrong.add(f"columns {of_two['case']}")
@@ -91,9 +89,7 @@ def stale(kept):
         if row["request"] == "greedy" and row["object"] != compiled(row["case"]).code_object.sha256
     }
     return wrong | {
-        row["compiler"]
-        for row in kept["litmus"]
-        if row["object"] != today.get(row["compiler"], row["object"])
+        row["compiler"] for row in kept["litmus"] if row["object"] != today.get(row["compiler"], row["object"])
     }
 
 

@@ -76,9 +76,7 @@ def test_a_bit_that_a_shared_access_lost_is_named(bit):
         ((_, inst),) = instructions(without(code, one.at, bit)[one.at : one.at + MEMORY_BYTES])
         blind = replace(one, form=(inst.sc0, inst.sc1, inst.nt))
         kind = CLASS_OF[min(one.arguments)]
-        said = [
-            f"{one.name} at {one.at:#x}: {one.kind} of {min(one.arguments)} with sc0, sc1, nt {blind.form}"
-        ]
+        said = [f"{one.name} at {one.at:#x}: {one.kind} of {min(one.arguments)} with sc0, sc1, nt {blind.form}"]
         assert wrong([blind]) == ([] if (kind, bit) == ("words", "sc0") else said)
         tried.add((kind, one.kind))
     assert tried == {(kind, how) for kind in SHARED for how in ("LOAD", "STORE")}
@@ -172,18 +170,12 @@ def test_what_the_walk_does_not_follow_is_refused_by_name(name):
 @pytest.mark.parametrize("name", LITMUS)
 def test_far_jumps_lead_where_branches_do(name):
     """LLVM told that a branch reaches 8 instructions only: of other jumps, what the walk says is the same."""
-    near, far = (
-        clang.code_object("litmus.hip", *flags)
-        for flags in ((), ("-mllvm", "-amdgpu-s-branch-bits=4"))
-    )
+    near, far = (clang.code_object("litmus.hip", *flags) for flags in ((), ("-mllvm", "-amdgpu-s-branch-bits=4")))
     kinds = [arg[".value_kind"] for arg in near.kernels[name][".args"]]
     names = [str(k) for k, kind in enumerate(kinds) if not kind.startswith("hidden_")]
     jumps = [name_of(inst) for _, inst in instructions(far.code(name)[1])].count("S_SETPC_B64")
     assert jumps >= 2
-    said = [
-        Counter((one.name, one.arguments, one.form) for one in accesses(made, name, names))
-        for made in (near, far)
-    ]
+    said = [Counter((one.name, one.arguments, one.form) for one in accesses(made, name, names)) for made in (near, far)]
     assert said[0] == said[1]
     # Where other GPUs' memory lies is read from a table, which no argument of the kernel points into.
     assert all(arguments for _, arguments, _ in said[0]) or name.startswith("rank_")
@@ -197,9 +189,7 @@ def test_operands_are_those_that_the_executor_decodes(variant):
     _, code = kernel.code_object.code(KERNEL)
     for record, (_, inst) in zip(kernel.records, instructions(code), strict=True):
         name = name_of(inst)
-        if name.startswith(("S_", "V_")) and not name.startswith(
-            ("S_LOAD", "V_CMP", "V_MFMA", "V_READLANE")
-        ):
+        if name.startswith(("S_", "V_")) and not name.startswith(("S_LOAD", "V_CMP", "V_MFMA", "V_READLANE")):
             carry = ("CNDMASK" in name or "_CO_" in name) and "src2" in inst.op_regs
             count = sum(field in inst.op_regs for field in SOURCES) - carry
             read = {int(code) for code in record["src"][:count]} - {-1, *CONSTANTS}

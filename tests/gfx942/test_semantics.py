@@ -40,21 +40,14 @@ def test_arithmetic_is_what_llvm_folds_it_to():
     """By LLVM's own integers and floats, no hardware; AMD's intrinsics where clang has them."""
     found, held = folding.wrong()
     assert found == {}
-    seen = {
-        m
-        for name in held
-        for m in Kernel(differential.code_object(), name).mnemonics()
-        if not NOT_FOLDED.match(m)
-    }
+    seen = {m for name in held for m in Kernel(differential.code_object(), name).mnemonics() if not NOT_FOLDED.match(m)}
     rest = {m for m in operations() if not NOT_FOLDED.match(m)}
     assert rest - seen == set()
 
 
 def test_a_bit_that_is_not_what_llvm_folds_to_is_seen(monkeypatch):
     constants = folding.folded()
-    monkeypatch.setattr(
-        folding, "folded", lambda: constants | {("f_perm", 3): constants["f_perm", 3] ^ 4}
-    )
+    monkeypatch.setattr(folding, "folded", lambda: constants | {("f_perm", 3): constants["f_perm", 3] ^ 4})
     assert folding.wrong()[0].keys() == {"v_perm"}
 
 
@@ -116,17 +109,13 @@ def test_swizzles(name):
     if name == "quad":
         source = (LANE & ~3) + (pattern >> 2 * (LANE & 3) & 3)
     else:
-        source = (LANE & 32) + (
-            ((in_half & pattern & 31) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31)
-        )
+        source = (LANE & 32) + (((in_half & pattern & 31) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31))
     a, o = words(1), words(2)
     run(f"swizzle_{name}", a, o)
     np.testing.assert_array_equal(o, a[source])
     o, before = words(2), words(2)
     run(f"swizzle_{name}_low", a, o)
-    np.testing.assert_array_equal(
-        o, np.where(LANE < 40, np.where(source < 40, a[source], 0), before)
-    )
+    np.testing.assert_array_equal(o, np.where(LANE < 40, np.where(source < 40, a[source], 0), before))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +140,7 @@ def test_single_lanes_and_counts():
         np.testing.assert_array_equal(o, want, name)
     o, before = words(4), words(4)
     run("bpermute_low", a, o)
-    np.testing.assert_array_equal(
-        o, np.where(LANE < 40, np.where((a & 63) < 40, a[a & 63], 0), before)
-    )
+    np.testing.assert_array_equal(o, np.where(LANE < 40, np.where((a & 63) < 40, a[a & 63], 0), before))
     o = words(4)
     run("readfirstlane", a, o)
     np.testing.assert_array_equal(o, np.where(LANE > 20, a[21], before))
@@ -191,9 +178,7 @@ def test_lds():
         want = sum(u32(k) * v for k, v in zip((1, 5, 7, 11, 13, 17), y + z, strict=True))
         np.testing.assert_array_equal(o, want)
         run("lds_shorts", a, o, **extra)
-        np.testing.assert_array_equal(
-            o, first[back] & u32(0xFFFF) | (a[LANES:][back] & u32(0xFF)) << u32(16)
-        )
+        np.testing.assert_array_equal(o, first[back] & u32(0xFFFF) | (a[LANES:][back] & u32(0xFF)) << u32(16))
         wide = first.astype(np.uint64)[back]
         run("lds_pairs", a, o, **extra)
         total = wide + wide * np.uint64(3) + (wide * np.uint64(5) << np.uint64(13))
@@ -259,10 +244,7 @@ def test_scalar_loads_and_fences():
     a, o = words(21, 16), words(22)
     run("eight_words", a, o)
     with np.errstate(over="ignore"):
-        assert (
-            o.tolist()
-            == [int(sum(a[8:] * np.array([1, 3, 5, 7, 11, 13, 17, 19], u32), start=u32(0)))] * LANES
-        )
+        assert o.tolist() == [int(sum(a[8:] * np.array([1, 3, 5, 7, 11, 13, 17, 19], u32), start=u32(0)))] * LANES
     a, o = words(21, 32), words(22)
     run("sixteen_words", a, o)
     with np.errstate(over="ignore"):
@@ -310,13 +292,7 @@ def test_buffers_end_where_they_say():
         short = read(t, 1)[0] >> u32(16)
         four = np.bitwise_xor.reduce(read(t, 4))
         with np.errstate(over="ignore"):
-            want[t] = (
-                read(t + 2, 1)[0]
-                + u32(3) * read(t, 2)[0]
-                + u32(5) * read(t, 2)[1]
-                + u32(7) * four
-                + short
-            )
+            want[t] = read(t + 2, 1)[0] + u32(3) * read(t, 2)[0] + u32(5) * read(t, 2)[1] + u32(7) * four + short
     want[1] = want[1] & u32(0xFFFF0000) | u32(0x4567)
     want[2:8] = 0, 0, 1, 2, 3, 4  # of the last lane, which reads nothing
     np.testing.assert_array_equal(o, want)
@@ -335,9 +311,7 @@ def test_atomics():
         assert swapped.tolist() == ((LANE >= 5) & (a[4] > LANE)).tolist() and (memory or a[4] == 64)
         assert wide[:3].tolist() == [int(LANE.sum()) << 31, 2**64 - 1, 63 << 33]
         # Lanes come in any order, so that of swaps any may be last, and a chain of compared ones may end early.
-        assert 2**64 - 1 - int(wide[3]) in LANE and (
-            wide[4] == 64 if memory is None else wide[4] in range(65)
-        )
+        assert 2**64 - 1 - int(wide[3]) in LANE and (wide[4] == 64 if memory is None else wide[4] in range(65))
 
 
 def test_matrices():
@@ -348,18 +322,11 @@ def test_matrices():
             a, b = (rng.integers(-8, 9, (size, depth)).astype(kind) for _ in "ab")
             c = rng.integers(-99, 99, (size, size)).astype(f32)
             per = size * depth // LANES
-            held = [
-                m[LANE[:, None] % size, per * (LANE[:, None] // size) + np.arange(per)]
-                for m in (a, b)
-            ]
+            held = [m[LANE[:, None] % size, per * (LANE[:, None] // size) + np.arange(per)] for m in (a, b)]
             if name == "bf16":
                 held = [(m.view(u32) >> 16).astype(np.uint16) for m in held]
             r = np.arange(size * size // LANES)
-            rows = (
-                8 * (r // 4) + 4 * (LANE[:, None] // 32) + r % 4
-                if size == 32
-                else 4 * (LANE[:, None] // 16) + r
-            )
+            rows = 8 * (r // 4) + 4 * (LANE[:, None] // 32) + r % 4 if size == 32 else 4 * (LANE[:, None] // 16) + r
             place = rows, LANE[:, None] % size
             out = np.ascontiguousarray(c[place])
             run(f"mfma_{size}_{name}", *map(np.ascontiguousarray, held), out)
@@ -375,6 +342,4 @@ def test_accumulators_and_clocks():
     np.testing.assert_array_equal(both, np.tile(a, 2))
     t, o = np.zeros(LANES, np.uint64), words(16)
     run("clocks", t, o)
-    assert set(t.tolist()) <= set(range(1, 100)) and set(o.tolist()) == {
-        0
-    }  # and the XCC_ID of workgroup 0
+    assert set(t.tolist()) <= set(range(1, 100)) and set(o.tolist()) == {0}  # and the XCC_ID of workgroup 0

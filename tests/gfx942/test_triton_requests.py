@@ -39,9 +39,7 @@ def test_sampled_requests_equal_the_definition(conditions):
     assert run_request("llama", conditions, "sampled") == expected("llama", "sampled")
 
 
-@pytest.mark.parametrize(
-    "conditions", [pytest.param(RUNS[0], marks=pytest.mark.slow), RUNS[1]], ids=IDS
-)
+@pytest.mark.parametrize("conditions", [pytest.param(RUNS[0], marks=pytest.mark.slow), RUNS[1]], ids=IDS)
 def test_a_prompt_in_chunks_equals_the_reference(conditions):
     """Its vectors are shorter than a block has threads, several of which load what one stores."""
     assert run_request("llama", conditions, "long prompt") == expected("llama", "long prompt")
@@ -92,13 +90,9 @@ def test_a_wait_for_words_that_never_come_ends_the_launch():
     kernel = backend.kernel("")
     names = kernel.mnemonics()
     first = next(
-        i
-        for i, name in enumerate(names)
-        if name.startswith("BUFFER_STORE") and kernel.records["scope"][i] == 3
+        i for i, name in enumerate(names) if name.startswith("BUFFER_STORE") and kernel.records["scope"][i] == 3
     )
     kernel.replace(first, "S_NOP")
     (steps,) = serve(backend, GREEDY.request(tokens=2))
     (failure,) = steps
-    assert isinstance(failure, Failure) and "a wait of the triton kernel expired" in str(
-        failure.error
-    )
+    assert isinstance(failure, Failure) and "a wait of the triton kernel expired" in str(failure.error)

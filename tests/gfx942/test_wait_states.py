@@ -132,9 +132,5 @@ def test_a_planted_fault_is_found(fault, tmp_path):
     (tmp_path / "kog/ptx.h").write_text(text.replace(old, new))
     one = MODELS["llama-3.2-1b" if "sums" in fault else "llama"]
     layout = hip_columns.layout_of(one.spec, 2, one.num_blocks, one.max_context)
-    found = too_soon(
-        hip_columns.compiled(render(layout), (tmp_path, *INCLUDES)), hip_columns.KERNEL
-    )
-    assert any(
-        "behind a matrix product" in one if "sums" in fault else "_dpp" in one for one in found
-    )
+    found = too_soon(hip_columns.compiled(render(layout), (tmp_path, *INCLUDES)), hip_columns.KERNEL)
+    assert any("behind a matrix product" in one if "sums" in fault else "_dpp" in one for one in found)

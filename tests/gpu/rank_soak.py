@@ -73,9 +73,7 @@ class Found:
         faults = self.hangs + self.differences + self.errors
         grew = max(self.gpu_mib, default=0.0) > MOST_GPU_MIB
         missed = self.wants_inside and not self.inside
-        return (
-            not faults and not grew and not missed and self.host_mib_a_minute <= MOST_MIB_A_MINUTE
-        )
+        return not faults and not grew and not missed and self.host_mib_a_minute <= MOST_MIB_A_MINUTE
 
     def line(self, title: str) -> str:
         grown = "/".join(f"{mib:+.1f}" for mib in self.gpu_mib) or "-"
@@ -106,9 +104,7 @@ class Soak:
     """A backend under `asked` requests; `expected` are the tokens that each says alone. `room` of a slot: with it some
     requests are further turns behind an answer."""
 
-    def __init__(
-        self, backend: Any, asked: list[Asked], slots: int, seed: int = 0, room: int = 0
-    ) -> None:
+    def __init__(self, backend: Any, asked: list[Asked], slots: int, seed: int = 0, room: int = 0) -> None:
         self.backend, self.asked, self.slots = backend, [*asked], slots
         self.found, self._dice = Found(), random.Random(seed)
         self.ways, self.tally = Ways(), Tally()
@@ -222,9 +218,7 @@ class Soak:
             beside = {self.asked[going.which].name for going in self._running.values()}
             for going in self._running.values():
                 going.beside.add(one.name)
-            self._running[slot] = Going(
-                which, [], cancel, cancel_at, now, beside, self.found.yields
-            )
+            self._running[slot] = Going(which, [], cancel, cancel_at, now, beside, self.found.yields)
             self.ways.of_slot.pop(slot, None)  # of the one before, if this is cancelled early
             self.mailbox.post(request)
             self.found.requests += 1
@@ -520,9 +514,7 @@ def told(made: Soak, title: str, first: Soak) -> dict[str, Any]:
     return asdict(made.found) | made.tally.told() | holds
 
 
-def tell_and_ask(
-    made: Soak, title: str, first: Soak, keep: Callable[[dict[str, Any]], None]
-) -> None:
+def tell_and_ask(made: Soak, title: str, first: Soak, keep: Callable[[dict[str, Any]], None]) -> None:
     """Print and keep what was found; then ask again what differed, and do so once more: whatever becomes of that, what
     was found is there."""
     tell(made, title, first)

@@ -55,10 +55,7 @@ def test_requests_together_leave_what_each_leaves_alone(name, columns):
     backend.settle()  # prompts in chunks every time: all requests end with one step, and no other kernel is wanted
     prompts = [[t % spec.vocab_size for t in prompt_of(3 + 5 * i, i)] for i in range(columns)]
     requests = [request(i, p, count) for i, p in enumerate(prompts)]
-    alone = [
-        (run(backend, r)[r.slot], held(backend, r.slot, len(r.prompt) + count - 1))
-        for r in requests
-    ]
+    alone = [(run(backend, r)[r.slot], held(backend, r.slot, len(r.prompt) + count - 1)) for r in requests]
     backend.memory.cache.zero_()
     together = run(backend, *requests)
     for r, (steps, cache) in zip(requests, alone, strict=True):

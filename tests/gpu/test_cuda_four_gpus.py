@@ -116,10 +116,7 @@ def test_all_ranks_leave_when_one_is_never_launched(small, devices):
 @pytest.mark.parametrize("columns", [2, 8])
 def test_requests_that_share_a_step_leave_what_each_leaves_alone(columns, small, devices):
     params = {1: TOLD, 2: SamplingParams(temperature=2.0, seed=7)}
-    requests = [
-        request(i, prompt_of(SMALL, 4 + 9 * i, i), COUNT, params.get(i, GREEDY))
-        for i in range(columns)
-    ]
+    requests = [request(i, prompt_of(SMALL, 4 + 9 * i, i), COUNT, params.get(i, GREEDY)) for i in range(columns)]
     expected = alone_on_ranks(small, requests)
     ours = GpuRankColumns(SMALL, RandomWeights(SMALL, device="cuda"), devices, columns)
     for seed in range(5):
@@ -155,10 +152,7 @@ def test_prompts_of_every_way_say_what_the_kernels_own_prompt_says_nearly(backen
 
 
 def test_requests_beside_each_other_say_what_each_says_alone(backend):
-    asked = [
-        request(slot, prompt_of(backend.spec, length, slot), COUNT)
-        for slot, length in enumerate(LENGTHS)
-    ]
+    asked = [request(slot, prompt_of(backend.spec, length, slot), COUNT) for slot, length in enumerate(LENGTHS)]
     alone = {r.slot: tokens_of(run(backend, r)[r.slot]) for r in asked}
     for _ in range(50):
         steps = run(backend, *asked)

@@ -27,9 +27,7 @@ COUNT = 24
 
 def opened(case, **options):
     """The kernel of so many slots; its prompts come a token at a time until chunks are asked for."""
-    return CudaBackend(
-        weights_of(case), BackendOptions(device="nvidia", max_context=256, **options)
-    )
+    return CudaBackend(weights_of(case), BackendOptions(device="nvidia", max_context=256, **options))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,10 +49,7 @@ def test_narrow_requests_together_leave_what_each_leaves_alone(case, columns):
     vocab = backend.spec.vocab_size
     prompts = [[t % vocab for t in prompt_of(3 + 5 * i, i)] for i in range(columns)]
     requests = [request(i, p, COUNT) for i, p in enumerate(prompts)]
-    alone = [
-        (run(backend, r)[r.slot], held(backend, r.slot, len(r.prompt) + COUNT - 1))
-        for r in requests
-    ]
+    alone = [(run(backend, r)[r.slot], held(backend, r.slot, len(r.prompt) + COUNT - 1)) for r in requests]
     backend.memory.cache.zero_()
     together = run(backend, *requests)
     for r, (steps, cache) in zip(requests, alone, strict=True):

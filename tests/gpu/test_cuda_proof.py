@@ -132,13 +132,8 @@ def test_ten_thousand_requests_are_answered_alike_and_leave_nothing_behind():
     with LLM(DEMO, backend=CudaBackend, max_model_len=64, prefill="kernel") as llm:
         llm.engine.backend.settle()
         vocab = llm.engine.backend.spec.vocab_size
-        prompts = [
-            {"prompt_token_ids": rng.integers(0, vocab, 1 + i % 7).tolist()} for i in range(PROMPTS)
-        ]
-        params = [
-            SamplingParams(temperature=i % 2, seed=i, max_tokens=TOKENS, ignore_eos=True)
-            for i in range(PROMPTS)
-        ]
+        prompts = [{"prompt_token_ids": rng.integers(0, vocab, 1 + i % 7).tolist()} for i in range(PROMPTS)]
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=TOKENS, ignore_eos=True) for i in range(PROMPTS)]
 
         def ask(i):
             return llm.generate([prompts[i]], params[i])[0].outputs[0]

@@ -99,9 +99,7 @@ def test_requests_share_steps_and_say_what_each_says_alone(small, alone):
     assert small.columns.kernels
 
 
-def test_requests_of_several_slots_take_turns_without_a_kernel_of_columns(
-    small, alone, monkeypatch
-):
+def test_requests_of_several_slots_take_turns_without_a_kernel_of_columns(small, alone, monkeypatch):
     monkeypatch.setattr(small.columns, "ready", lambda requests: False)
     steps = run(small, *(request(slot, p, COUNT) for slot, p in enumerate(PROMPTS[:3])))
     assert {p: tokens_of(steps[slot]) for slot, p in enumerate(PROMPTS[:3])} == alone
@@ -128,9 +126,7 @@ def test_a_cancel_ends_a_request_and_its_slot_keeps_what_it_computed(small):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_never_launched_is_named_and_the_next_request_runs(
-    small, alone, monkeypatch, rank
-):
+def test_a_rank_that_is_never_launched_is_named_and_the_next_request_runs(small, alone, monkeypatch, rank):
     def refuse(*arguments):
         raise DeviceError("it does not start")
 

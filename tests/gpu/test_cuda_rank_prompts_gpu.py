@@ -275,9 +275,7 @@ def test_a_gpu_that_does_not_come_is_named_and_the_next_prompt_runs(padded, monk
         patched.setattr(padded.library, "_graphs", {})
         patched.setattr(end, "_pushes", lambda stream: None)
         error = error_of(serve(padded, asked)[1])
-    assert "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1" in str(
-        error
-    )
+    assert "a wait of a prompt's pass expired: rank 0, exchange 1: nothing from rank 1" in str(error)
     assert_same(left_by(padded, asked), expected)
 
 
@@ -316,7 +314,5 @@ def test_prompts_are_timed_by_the_library_and_in_chunks(kind, name):
                 times.append(time.perf_counter() - begun)
                 assert step.token >= 0
             best[prefill] = min(times) * 1e3
-        print(
-            f"{name}, {count} tokens: {best['library']:.2f} ms by the library, {best['kernel']:.2f} in chunks"
-        )
+        print(f"{name}, {count} tokens: {best['library']:.2f} ms by the library, {best['kernel']:.2f} in chunks")
     backend.close()

@@ -57,9 +57,7 @@ def alone(backend):
 def assert_as_alone(backend, alone, steps, slots):
     for slot in slots:
         assert steps[slot] == alone[slot][0]
-        assert all(
-            torch.equal(a, b) for a, b in zip(left(backend, slot), alone[slot][1], strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(left(backend, slot), alone[slot][1], strict=True))
 
 
 def test_a_pass_is_near_the_kernels_own_prompt(backend, alone):
@@ -107,9 +105,7 @@ def test_a_thousand_passes_say_the_same(backend, alone):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_gpu_that_does_not_come_is_named_and_the_next_request_runs(
-    backend, alone, monkeypatch, rank
-):
+def test_a_gpu_that_does_not_come_is_named_and_the_next_request_runs(backend, alone, monkeypatch, rank):
     one = backend.short._passes[rank]
     nothing = [lambda stream: None]
     with monkeypatch.context() as patched:
@@ -119,8 +115,6 @@ def test_a_gpu_that_does_not_come_is_named_and_the_next_request_runs(
         error = error_of(serve(backend, asked(1))[1])
         assert 2 < time.monotonic() - begun < 8
     assert isinstance(error, RunError)
-    assert str(error).startswith(
-        f"a wait of a prompt's pass expired: rank {1 - rank}, layer 0, attention_out, token "
-    )
+    assert str(error).startswith(f"a wait of a prompt's pass expired: rank {1 - rank}, layer 0, attention_out, token ")
     assert str(error).endswith(f": nothing from rank {rank}")
     assert_as_alone(backend, alone, run(backend, asked(1)), [1])

@@ -115,10 +115,7 @@ def test_tokens_are_stamped_as_they_come(name, devices):
 # ---- several requests a step, and prompts in chunks ----
 
 TOLD = SamplingParams(temperature=1.0, logprobs=2, seed=3)
-COLUMN_SPECS = {
-    name: SPECS[name][0]
-    for name in ("fp16", "lanes, sum", "lanes, vocab parallel", "int8 channels")
-}
+COLUMN_SPECS = {name: SPECS[name][0] for name in ("fp16", "lanes, sum", "lanes, vocab parallel", "int8 channels")}
 
 
 def prompt_of(spec, count, seed=0):
@@ -129,10 +126,7 @@ def mixed_requests(spec, columns, count):
     """Prompts of several lengths, of which one is told its log-probabilities, and one is drawn."""
     params = {1: TOLD, 2: SamplingParams(temperature=2.0, seed=7)}
     greedy = SamplingParams(temperature=0)
-    return [
-        request(i, prompt_of(spec, 4 + 9 * i, i), count, params.get(i, greedy))
-        for i in range(columns)
-    ]
+    return [request(i, prompt_of(spec, 4 + 9 * i, i), count, params.get(i, greedy)) for i in range(columns)]
 
 
 @pytest.mark.parametrize("columns", [2, 8])
@@ -201,9 +195,7 @@ def test_tokens_of_eight_requests_are_stamped_as_they_come(name, devices):
         ours.close()
         del ours, said
         torch.cuda.empty_cache()
-    print(
-        f"{name}, 8 requests: {rates[1]:.0f} and {rates[2]:.0f} tokens/s, {rates[2] / rates[1]:.2f}x"
-    )
+    print(f"{name}, 8 requests: {rates[1]:.0f} and {rates[2]:.0f} tokens/s, {rates[2] / rates[1]:.2f}x")
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.2-1b", "laneformer-2b"])

@@ -62,9 +62,7 @@ def test_tokens_are_the_definitions_and_repeat(backends, model, name):
     steps = steps_of(backend, PROMPT, 24, params)
     assert_defined(backend, PROMPT, steps, params)
     again = steps_of(backend, PROMPT, 24, params)
-    assert [(s.token, s.logprob, s.top) for s in again] == [
-        (s.token, s.logprob, s.top) for s in steps
-    ]
+    assert [(s.token, s.logprob, s.top) for s in again] == [(s.token, s.logprob, s.top) for s in steps]
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9, "logprobs": 2}, {"temperature": 0}])

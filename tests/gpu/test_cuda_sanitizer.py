@@ -55,9 +55,7 @@ def run(prefix, case, fault, folder, cache) -> subprocess.CompletedProcess[str]:
     # each tensor an allocation of its own: what lies behind one is nobody's
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XDG_CACHE_HOME": str(cache)}
     program = [sys.executable, "-m", "tests.lib.sanitized_child", case, fault, str(folder)]
-    return subprocess.run(
-        [*prefix, *program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    return subprocess.run([*prefix, *program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def told(output: str) -> list[str]:

@@ -44,10 +44,7 @@ def opened(spec, prefill):
 
 
 def asked_of(spec):
-    return [
-        request(i, [t % spec.vocab_size for t in prompt_of(n, n)], COUNT, TOLD)
-        for i, n in enumerate(LENGTHS)
-    ]
+    return [request(i, [t % spec.vocab_size for t in prompt_of(n, n)], COUNT, TOLD) for i, n in enumerate(LENGTHS)]
 
 
 def left_by(backend, asked):
@@ -94,9 +91,7 @@ def test_first_tokens_alone_beside_others_and_by_a_graph(name):
     server.post(asked[0])
     server.start()
     steps = server.finish()
-    assert len(passes) == (
-        3 if backend.short else 0
-    )  # the first one's own, and the others' together
+    assert len(passes) == (3 if backend.short else 0)  # the first one's own, and the others' together
     for one, (want, _) in zip(asked, alone, strict=True):
         assert timeless(steps[one.slot]) == want
     backend.close()
@@ -133,9 +128,7 @@ def test_passes_launch_what_was_compiled_ahead_and_no_more(name):
     kernels = fused.norm_kernel, fused.gate_kernel, fused.rotate_kernel
 
     def compiled():
-        return {
-            (k.__name__, key) for k in kernels for c in k.device_caches.values() for key in c[0]
-        }
+        return {(k.__name__, key) for k in kernels for c in k.device_caches.values() for key in c[0]}
 
     for kernel in kernels:
         kernel.device_caches.clear()

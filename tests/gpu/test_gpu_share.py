@@ -47,9 +47,7 @@ def test_a_short_request_of_another_engine_ends_before_a_long_one(name):
     if name not in backends():
         pytest.skip("this GPU runs Triton alone")
     with LLM(backend=name) as first, LLM(backend=name) as second:
-        alone = [
-            llm.generate("def g(y):", SHORT)[0].outputs[0].token_ids for llm in (first, second)
-        ]
+        alone = [llm.generate("def g(y):", SHORT)[0].outputs[0].token_ids for llm in (first, second)]
         whole = first.generate("def f(x):", LONG)[0].outputs[0].token_ids
         seen, begun = [], threading.Event()
 

@@ -29,9 +29,7 @@ SPECS = {  # positions compared, most that logits may be off: at least 1.5 times
 }
 COLUMNS = {"llama-3.2-1b": 4, "qwen3-0.6b": 8, "llama-3.1-8b": 2}
 TOLD = SamplingParams(temperature=0, logprobs=5)
-NEAR = (
-    0.5  # of logarithms that two orders of sums make of the same values; an H200 had 0.29 at most
-)
+NEAR = 0.5  # of logarithms that two orders of sums make of the same values; an H200 had 0.29 at most
 
 
 def ids_of(spec, count, seed=0):
@@ -50,9 +48,9 @@ def test_logits_of_a_full_model_agree_with_the_reference_and_repeat(name):
     ours = opened(spec)
     got = ours.forward_logits(tokens)
     assert np.array_equal(got, ours.forward_logits(tokens))
-    expected = ReferenceBackend(
-        RandomWeights(spec, device="cuda"), BackendOptions(device="nvidia")
-    ).forward_logits(tokens)
+    expected = ReferenceBackend(RandomWeights(spec, device="cuda"), BackendOptions(device="nvidia")).forward_logits(
+        tokens
+    )
     assert expected.std() > 1
     assert np.sqrt(((got - expected) ** 2).mean()) < limit
     ours.close()

@@ -102,9 +102,7 @@ def test_products_are_those_of_the_values_whichever_come_before(backend, tokens)
     matrices, schedule = backend.library._pass.matrices, backend.layout.lowering.schedule
     g = torch.Generator("cuda").manual_seed(tokens)
     x = {
-        name: torch.randn(
-            1, tokens, schedule.stage(name).cols, device="cuda", generator=g
-        ).bfloat16()
+        name: torch.randn(1, tokens, schedule.stage(name).cols, device="cuda", generator=g).bfloat16()
         for name in STAGES
     }
     want = {}

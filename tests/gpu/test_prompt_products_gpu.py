@@ -28,9 +28,7 @@ def products(request):
     dtype = torch.float16 if f16 else torch.bfloat16
     device, weights, schedule = torch.device("cuda"), RandomWeights(spec), build(spec)
     lowering = lower(schedule, find_gpu("h200"))
-    arena = pack_arena(
-        lowering, lambda n: weights.load(n).to(device), weights.load("embed").to(device, dtype)
-    )
+    arena = pack_arena(lowering, lambda n: weights.load(n).to(device), weights.load("embed").to(device, dtype))
     kernels = []
 
     def load(kernel, entry, shared):
@@ -67,9 +65,7 @@ def test_products_are_those_of_the_weights_and_the_same_every_time(products, sta
 
 def test_a_captured_product_is_the_same(products):
     schedule, _, ours, dtype = products
-    x = torch.randn(schedule.num_shards, 40, schedule.stage("qkv_proj").cols, device="cuda").to(
-        dtype
-    )
+    x = torch.randn(schedule.num_shards, 40, schedule.stage("qkv_proj").cols, device="cuda").to(dtype)
     want = ours.product(0, "qkv_proj", x, None)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

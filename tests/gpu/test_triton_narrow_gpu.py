@@ -63,9 +63,7 @@ def served(backend, *requests):
     return [[step.token for step in found if step.token >= 0] for found in steps], columns
 
 
-@pytest.mark.parametrize(
-    ("case", "count"), [(c, 8) for c in MODELS] + [(c, n) for c in SOME for n in (2, 4)]
-)
+@pytest.mark.parametrize(("case", "count"), [(c, 8) for c in MODELS] + [(c, n) for c in SOME for n in (2, 4)])
 def test_requests_that_share_steps_have_the_bits_that_each_has_alone(case, count):
     """Tokens, keys, values and the last logits: all begin and end in one step."""
     weights = MODELS[case]()

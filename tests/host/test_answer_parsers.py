@@ -29,9 +29,7 @@ CODER = (
     '<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=o>\n{"a": [1]}\n</parameter>\n'
     "<parameter=s>\n12\nlines </parameter> and </tool_call>\n</parameter>\n</function>\n</tool_call>"
 )
-CODER_CALL = ToolCall(
-    "f", '{"n": 5, "o": {"a": [1]}, "s": "12\\nlines </parameter> and </tool_call>"}'
-)
+CODER_CALL = ToolCall("f", '{"n": 5, "o": {"a": [1]}, "s": "12\\nlines </parameter> and </tool_call>"}')
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": "é<a>"}}\n</tool_call>'
 HERMES_CALL = ToolCall("f", '{"x": "é<a>"}')
 

@@ -48,9 +48,7 @@ def test_caches_are_listed_with_place_and_size(places, capsys):
         "cuda 2 2.0 XDG_CACHE_HOME",
         "history 1 0.0 XDG_STATE_HOME",
     ]
-    assert (
-        f"hub: models of the Hugging Face hub: hf cache ls, hf cache rm, {places / 'hub'}" in lines
-    )
+    assert f"hub: models of the Hugging Face hub: hf cache ls, hf cache rm, {places / 'hub'}" in lines
 
 
 def test_only_what_is_ours_is_cleared(places, capsys):
@@ -74,24 +72,18 @@ def test_a_user_without_a_home_has_no_caches(monkeypatch, capsys):
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     found = {c.name: (c.path, c.files()) for c in caches.caches()}
     assert [found[n] for n in ("cuda", "history", "triton")] == [(None, [])] * 3
-    assert (
-        cache.main([]) == 0 and "cuda: compiled kernels of cuda, nowhere" in capsys.readouterr().out
-    )
+    assert cache.main([]) == 0 and "cuda: compiled kernels of cuda, nowhere" in capsys.readouterr().out
 
 
 def test_doctor_shows_caches_memory_and_optional_packages(places, monkeypatch, capsys):
-    monkeypatch.setattr(
-        doctor, "memory", lambda: {"total_bytes": 25_300_000_000, "available_bytes": 20_100_000_000}
-    )
+    monkeypatch.setattr(doctor, "memory", lambda: {"total_bytes": 25_300_000_000, "available_bytes": 20_100_000_000})
     real = os.access
     monkeypatch.setattr("os.access", lambda p, m: "STATE" not in str(p) and real(p, m))
     assert doctor.main([]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "20.1 GB free of 25.3" in lines
     assert f"cuda 2.0 MB {places / 'XDG_CACHE_HOME/kog_triton/cuda'}" in lines
-    assert (
-        f"history 0.0 MB {places / 'XDG_STATE_HOME/kog_triton/history'} cannot be written" in lines
-    )
+    assert f"history 0.0 MB {places / 'XDG_STATE_HOME/kog_triton/history'} cannot be written" in lines
     assert any(line.startswith("llguidance ") and "--regex" in line for line in lines)
     assert doctor.memory and set(doctor.examine()["optional"]) == {
         "llguidance",

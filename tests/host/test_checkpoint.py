@@ -66,9 +66,7 @@ def test_values_shapes_and_dtype(tmp_path, dtype):
 
 
 def test_config_dtype_wins_over_the_files(tmp_path):
-    folder = tiny.save_folder(
-        tmp_path, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny.llama_tensors()
-    )
+    folder = tiny.save_folder(tmp_path, tiny.LLAMA | {"torch_dtype": "bfloat16"}, tiny.llama_tensors())
     checkpoint = Checkpoint.open(str(folder))
     assert checkpoint.spec.dtype is DType.BF16
     assert checkpoint.load("embed").dtype is torch.float32
@@ -107,9 +105,7 @@ def test_tied_embeddings_in_every_spelling(tmp_path, kept):
 
 
 def test_tied_model_with_another_head_is_refused(tmp_path):
-    folder = tiny.save_folder(
-        tmp_path, tiny.LLAMA | {"tie_word_embeddings": True}, tiny.llama_tensors()
-    )
+    folder = tiny.save_folder(tmp_path, tiny.LLAMA | {"tie_word_embeddings": True}, tiny.llama_tensors())
     assert "tie_word_embeddings" in refusal(folder)
 
 
@@ -244,9 +240,7 @@ def test_extra_tensor_is_named(tmp_path):
     ids=["rotated", "flat", "deep", "double"],
 )
 def test_wrong_shape_or_dtype_is_named(tmp_path, wrong):
-    folder = tiny.save_folder(
-        tmp_path, tiny.LLAMA, tiny.llama_tensors() | {"lm_head.weight": wrong}
-    )
+    folder = tiny.save_folder(tmp_path, tiny.LLAMA, tiny.llama_tensors() | {"lm_head.weight": wrong})
     message = refusal(folder)
     assert "lm_head.weight" in message
     assert ("F64" if wrong.dtype is torch.float64 else str(list(wrong.shape))) in message
@@ -267,9 +261,7 @@ def test_missing_shard_is_named(folder):
     assert "model-00002-of-00002.safetensors: missing" in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    "file", ["../x.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "x.bin", 3, None, ""]
-)
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "x.bin", 3, None, ""])
 def test_index_may_not_leave_the_folder(folder, file):
     weight_map = tiny.shard(folder)
     weight_map["lm_head.weight"] = file

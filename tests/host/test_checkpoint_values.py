@@ -48,9 +48,7 @@ def test_which_patterns_are_run(pattern, simple):
     if simple:
         assert [p.pattern for p in regexes([pattern, pattern], "f")] == [pattern]
     else:
-        why = (
-            r"is not one that is run|has (5242880|8388608) ways to match, at most 4194304 are tried"
-        )
+        why = r"is not one that is run|has (5242880|8388608) ways to match, at most 4194304 are tried"
         with pytest.raises(ModelError, match=rf"^f has the pattern .*: it ({why})$"):
             regexes([pattern], "f")
 
@@ -156,9 +154,7 @@ def test_the_spread_of_each_matrix_by_hand():
 def test_slices_are_whole_rows_of_about_so_many_weights(monkeypatch, name):
     taken, real = [], quantizing._quantize
     monkeypatch.setattr(quantizing, "_SLICE", 256)
-    monkeypatch.setattr(
-        quantizing, "_quantize", lambda w, how: taken.append(tuple(w.shape)) or real(w, how)
-    )
+    monkeypatch.setattr(quantizing, "_quantize", lambda w, how: taken.append(tuple(w.shape)) or real(w, how))
     weight = torch.randn(10, 64)
     quantizing.quantize(weight, FORMATS[name])
     assert taken == [(4, 64), (4, 64), (2, 64)]
@@ -184,13 +180,9 @@ def test_narrow_random_weights_by_hand():
     top = torch.tensor([[0.0, 15.0] + [7.5] * 30])
     four = narrow_random.nearest(top, WeightFormat(Code.UINT4, 1, 32, Scale.F32, Offset.MINIMUM))
     assert four.scales.tolist() == [[1.0]] and four.codes[0, :3].tolist() == [0, 15, 8]
-    points = narrow_random.nearest(
-        top - 5, WeightFormat(Code.UINT4, 1, 32, Scale.F32, Offset.ZERO_POINT)
-    )
+    points = narrow_random.nearest(top - 5, WeightFormat(Code.UINT4, 1, 32, Scale.F32, Offset.ZERO_POINT))
     assert points.offsets.tolist() == [[5]] and points.codes[0, :2].tolist() == [0, 15]
-    flat = narrow_random.nearest(
-        torch.zeros(1, 32), WeightFormat(Code.UINT4, 1, 32, Scale.F32, Offset.MINIMUM)
-    )
+    flat = narrow_random.nearest(torch.zeros(1, 32), WeightFormat(Code.UINT4, 1, 32, Scale.F32, Offset.MINIMUM))
     assert flat.scales.tolist() == [[1.0]] and flat.codes.sum() == 0
     levels = torch.tensor([[0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2 + [-6.0] * 16])
     small = narrow_random.nearest(levels, FORMATS["mxfp4"])

@@ -120,9 +120,7 @@ REFUSED = (
         (H200, "13.0", "it is built for CUDA 13.0: install a driver for that, or another build"),
     ],
 )
-def test_a_gpu_that_torch_does_not_see_is_said_and_never_a_slow_cpu_unasked(
-    machine, driver, build, advice
-):
+def test_a_gpu_that_torch_does_not_see_is_said_and_never_a_slow_cpu_unasked(machine, driver, build, advice):
     machine(driver=driver, build=build)
     advice = f"{advice} of torch" if build else advice
     said = REFUSED.format(torch.__version__, driver[0], f"{advice} ({unseen_gpu.WHERE})")
@@ -161,9 +159,7 @@ def test_a_gpu_whose_driver_does_not_answer_is_said(machine, tmp_path):
 
 @pytest.mark.parametrize("hidden", ["", "-1", None])
 @pytest.mark.parametrize("driver", [("Tesla T4", "sm_75"), H200, None])
-def test_a_gpu_that_is_hidden_or_that_no_backend_takes_is_no_error(
-    machine, monkeypatch, tmp_path, driver, hidden
-):
+def test_a_gpu_that_is_hidden_or_that_no_backend_takes_is_no_error(machine, monkeypatch, tmp_path, driver, hidden):
     machine(driver=driver)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -200,9 +196,7 @@ def test_a_device_that_nobody_knows_is_said_to_be_unknown(machine, device):
 
 def test_what_a_backend_lacks_is_said_to_who_names_it(machine):
     machine("NVIDIA A100-SXM4-80GB")
-    with pytest.raises(
-        DeviceError, match=r"backend cuda cannot run here: .*A100.*; choose --backend triton"
-    ):
+    with pytest.raises(DeviceError, match=r"backend cuda cannot run here: .*A100.*; choose --backend triton"):
         choose("cuda")
     seen = look_at("cuda")
     assert not seen.available and not seen.lacks_software

@@ -99,9 +99,7 @@ def test_quiet_says_nothing_else(cli):
 
 def test_what_is_compiled_beforehand_is_what_is_opened(cli, folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how))
-    )
+    monkeypatch.setattr("kog_triton.precompile.precompile", lambda *names, **how: asked.append((*names, how)))
     flags = ("--device", "cpu", "--gpus", "2", "--dtype", "fp16", "--max-model-len", "64")
     flags += ("--num-slots", "3", "--prefill", "library")
     assert cli("-p", "say:x", "--quiet", *flags)[0] == 0
@@ -253,9 +251,7 @@ def test_chat_goes_through_the_template(cli, tmp_path):
 
 def test_the_record_follows_its_schema(cli, tmp_path):
     file = tmp_path / "run.json"
-    code, out, err = cli(
-        "-p", "abc", "-m", "6", "--temp", "1", "--logprobs", "2", "--json", str(file)
-    )
+    code, out, err = cli("-p", "abc", "-m", "6", "--temp", "1", "--logprobs", "2", "--json", str(file))
     record = json.loads(file.read_text())
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(record, SCHEMA)
@@ -298,9 +294,7 @@ def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
     assert (record["backend"]["name"], record["backend"]["reason"]) == ("fake", "asked for")
     assert record["backend"]["memory_bytes"] == {"weights": 0, "kv_cache": 0, "other": 0}
     where = record["environment"]
-    assert (
-        where["argv"] == ["generate", "-p", "abc"] and where["kog_triton"] == kog_triton.__version__
-    )
+    assert where["argv"] == ["generate", "-p", "abc"] and where["kog_triton"] == kog_triton.__version__
     assert (where["python"], where["platform"]) == (platform.python_version(), platform.platform())
     assert where["torch"] == torch.__version__ and record["load_s"] > 0
     unresolved = set(SamplingParams.__dataclass_fields__) - {"end_token_ids", "bad_words_token_ids"}
@@ -445,7 +439,5 @@ def test_files_are_utf8_whatever_the_locale_says(tmp_path):
     code = "import sys, pathlib; from kog_triton.cli.arguments import write_text; "
     code += "write_text(pathlib.Path(sys.argv[1]), '\\u00e4\\u4e2d')"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "a"], env=environment, check=True, timeout=60
-    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "a"], env=environment, check=True, timeout=60)
     assert (tmp_path / "a").read_bytes() == "ä中".encode()

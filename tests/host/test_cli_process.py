@@ -161,9 +161,7 @@ def test_a_panic_of_the_tokenizer_is_one_line(plugins, tmp_path, talk):
     out, err = process.communicate(b"x" * 400 + b"\n", timeout=60)
     assert (process.returncode, out) == (3, b"")
     lines = [line for line in err.decode().splitlines() if not line.endswith(" ...")]
-    assert len(lines) == 1 and lines[0].startswith(
-        "error: tokenizer.json cannot encode this text: "
-    )
+    assert len(lines) == 1 and lines[0].startswith("error: tokenizer.json cannot encode this text: ")
 
 
 @pytest.mark.parametrize(

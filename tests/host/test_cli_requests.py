@@ -133,9 +133,7 @@ def test_the_tokenizer_that_checked_the_prompt_is_the_model_s(cli, monkeypatch):
 
 def test_a_gguf_file_is_looked_at_before_its_weights_load(unopened, tmp_path):
     path, tokenizer = tmp_path / "x.gguf", make_tokenizer("byte_level")
-    gguf_cases.write(
-        path, text=gguf_cases.byte_level_text(tokenizer), vocab_size=tokenizer.get_vocab_size()
-    )
+    gguf_cases.write(path, text=gguf_cases.byte_level_text(tokenizer), vocab_size=tokenizer.get_vocab_size())
     for flags, says in (
         (["-p", ""], "the prompt is empty"),
         (["-p", "word " * 3000], "the context holds"),
@@ -328,9 +326,7 @@ def test_a_record_on_stdout_takes_the_place_of_the_text(cli):
 def test_two_lines_after_a_text_say_how_fast_and_by_which_parameters(cli):
     flags = ["-m", "9", "--top-k", "7", "--seed", "3", "--stop", "zz", "--presence-penalty", "0.5"]
     err = cli("-p", "abc", *flags, "--temp", "0.5")[2].splitlines()
-    assert re.fullmatch(
-        r"9 tokens at [\d.,]+ tokens/s, first after \d+ ms; prompt 3; length", err[-2]
-    )
+    assert re.fullmatch(r"9 tokens at [\d.,]+ tokens/s, first after \d+ ms; prompt 3; length", err[-2])
     assert err[-1] == (
         "temperature 0.5, seed 3, top_k 7, stop ('zz',), presence_penalty 0.5, max_tokens 9; backend fake"
     )

@@ -72,9 +72,7 @@ def test_a_slot_is_reused_if_it_keeps_at_least_half(llm, lost, cached):
 
 
 @pytest.mark.parametrize(("longer", "taken"), [("b" * 19, "a"), ("b" * 5, "b"), ("b" * 9, "a")])
-def test_of_two_slots_that_keep_alike_the_one_with_less_to_lose_is_taken_else_the_older(
-    llm, longer, taken
-):
+def test_of_two_slots_that_keep_alike_the_one_with_less_to_lose_is_taken_else_the_older(llm, longer, taken):
     """Both keep 30 of what they hold, more than half."""
     prompts = {"a": "p" * 30 + "a" * 9, "b": "p" * 30 + longer}
     with llm.engine.paused():  # both start before one ends: neither finds the other's

@@ -89,9 +89,7 @@ def log(monkeypatch):
 
     monkeypatch.setattr(rank_kernel, "Kernel", Kernel)
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda d: streams.setdefault(d, Stream(said, d))
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda d: streams.setdefault(d, Stream(said, d)))
     return said
 
 
@@ -118,9 +116,7 @@ def test_a_launch_is_one_a_gpu_behind_what_all_gpus_were_given(log):
 
 
 def test_a_kernel_is_unloaded_from_its_own_gpu(log):
-    kernel = SimpleNamespace(
-        _device=DEVICES[1], _module=7, _call=lambda *told: log.append(f"{told[0]} {told[1]}")
-    )
+    kernel = SimpleNamespace(_device=DEVICES[1], _module=7, _call=lambda *told: log.append(f"{told[0]} {told[1]}"))
     driver.Kernel.close(kernel)
     assert log == ["on 1", "cuModuleUnload 7"]
 
@@ -343,9 +339,7 @@ def test_gpus_of_unequal_parts_are_refused(machine):
     machine.kinds[1] = replace(GPUS["h200"], num_sms=60)
     with pytest.raises(DeviceError) as error:
         gpus.open_gpus(2)
-    assert str(error.value) == (
-        "GPU 1 is h200 with 60 SMs and GPU 0 h200 with 132: ranks must be alike"
-    )
+    assert str(error.value) == ("GPU 1 is h200 with 60 SMs and GPU 0 h200 with 132: ranks must be alike")
 
 
 def test_a_gpu_that_another_process_keeps_to_itself_is_named(machine, monkeypatch):

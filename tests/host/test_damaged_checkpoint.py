@@ -144,9 +144,7 @@ def test_more_tensors_than_a_model_has_are_refused_before_they_are_read(folder, 
 
 
 def test_a_name_in_a_broken_header_does_not_drive_a_terminal(folder):
-    header = json.dumps(
-        {"\x1b[2Jx": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}
-    ).encode()
+    header = json.dumps({"\x1b[2Jx": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}).encode()
     data = struct.pack("<Q", len(header)) + header
     (folder / "model.safetensors").write_bytes(data)
     with pytest.raises(ModelError, match=r"not a whole safetensors file .*\[2Jx") as error:

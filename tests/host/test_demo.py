@@ -56,9 +56,7 @@ def plain_forward(model: Decoder, ids: list[int]) -> torch.Tensor:
         return rotated
 
     def attention(x: torch.Tensor, prefix: str, lane: int) -> torch.Tensor:
-        q, k, v = (
-            x @ weights[f"{prefix}.attention.{n}.weight"][lane].T for n in ("wq", "wk", "wv")
-        )
+        q, k, v = (x @ weights[f"{prefix}.attention.{n}.weight"][lane].T for n in ("wq", "wk", "wv"))
         heads = []
         for first in range(0, q.shape[1], width):
             part = slice(first, first + width)
@@ -243,9 +241,7 @@ def test_model_card_quotes_the_record() -> None:
     training = DEMO_RECORD
     rows = {
         "held-out bits per byte": lambda r: f"{r['evaluation']['bits_per_byte']:.4f}",
-        "completions that parse, greedy": lambda r: (
-            f"{100 * r['completions']['shares'][0]['parse_share']:.1f} %"
-        ),
+        "completions that parse, greedy": lambda r: f"{100 * r['completions']['shares'][0]['parse_share']:.1f} %",
         "completions that parse, temperature 0.7": lambda r: (
             f"{100 * r['completions']['shares'][1]['parse_share']:.1f} %"
         ),

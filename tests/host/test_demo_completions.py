@@ -73,9 +73,7 @@ def test_short_functions_have_no_prefix(source: str, prefix_lines: int) -> None:
         (" + 1", False, ""),
     ],
 )
-def test_completion_is_cut_at_the_end_of_the_function(
-    completion: str, ended: bool, cut: str
-) -> None:
+def test_completion_is_cut_at_the_end_of_the_function(completion: str, ended: bool, cut: str) -> None:
     assert cut_completion(completion, ended) == cut
 
 

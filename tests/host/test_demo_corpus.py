@@ -103,18 +103,14 @@ def test_corpus_is_split_by_content_and_without_duplicates(
     for i in range(150):
         path = folder / f"m{i:03d}.py"
         lines = "".join(f"    value_{i} += {j} * scale\n" for j in range(9))
-        path.write_text(
-            f"def compute_{i}(scale):\n    value_{i} = 0\n{lines}    return value_{i}\n"
-        )
+        path.write_text(f"def compute_{i}(scale):\n    value_{i} = 0\n{lines}    return value_{i}\n")
         paths.append(path)
     twice = folder / "twice.py"
     twice.write_text(paths[0].read_text().replace("\n", "  \n"))
     source = Source("made-up", "1", "MIT", (*paths, twice))
     manifest = build(tmp_path / "out", Shape(), [source], [])
     splits = manifest["splits"]
-    heldout = [
-        p.read_text() for p in paths if int(content_hash(p.read_text())[:8], 16) < 2**32 / 50
-    ]
+    heldout = [p.read_text() for p in paths if int(content_hash(p.read_text())[:8], 16) < 2**32 / 50]
     assert heldout, "the made-up files must reach both splits"
     assert manifest["skipped_files"] == {"duplicate": 1}
     assert splits["heldout"]["documents"] == len(heldout)

@@ -35,9 +35,7 @@ def code():
 
 
 def test_the_pages_are_read():
-    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ARCHITECTURE.md", *LOGS} <= set(
-        PAGES
-    )
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ARCHITECTURE.md", *LOGS} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -80,9 +78,7 @@ def test_lines_fit(page):
     for number, line in enumerate(PAGES[page].splitlines(), 1):
         printed ^= line.startswith("```")
         free = page not in LOGS and (line.startswith(("|", "  <img")) or printed)
-        generated = page == "benchmarks/RESULTS.md" and line.startswith(
-            ("Not timed", "From nothing")
-        )
+        generated = page == "benchmarks/RESULTS.md" and line.startswith(("Not timed", "From nothing"))
         if len(line) > WIDTH and not free and not generated:
             long.append(number)
     assert not long
@@ -101,8 +97,6 @@ def test_the_changelog_has_this_version_and_the_usual_form():
     text = PAGES["CHANGELOG.md"]
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
-    assert re.fullmatch(
-        rf"\[{re.escape(kog_triton.__version__)}\] - \d{{4}}-\d\d-\d\d", versions[1]
-    )
+    assert re.fullmatch(rf"\[{re.escape(kog_triton.__version__)}\] - \d{{4}}-\d\d-\d\d", versions[1])
     kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
     assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

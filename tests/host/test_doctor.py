@@ -55,9 +55,7 @@ def test_doctor_tells_what_it_found_by_value():
         "",
         "demo checkpoint: missing, /d",
     ]
-    bare = doctor.report(
-        found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}}
-    )
+    bare = doctor.report(found | {"gpus": [], "driver": None, "demo": {"path": "/d", "present": True}})
     assert "  none seen by torch 2.9\n  driver: none\n" in bare and bare.endswith("present, /d")
     unseen = doctor.report(found | {"gpus": [], "unseen_gpu": "NVIDIA H200: install it"})
     assert "  none seen by torch 2.9\n  but there is: NVIDIA H200: install it\n" in unseen

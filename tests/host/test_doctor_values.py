@@ -29,9 +29,7 @@ def fits(monkeypatch, found=FOUND, parameters=1_000_000_000, position=100_000, p
         num_parameters=parameters,
         family="llama",
     )
-    monkeypatch.setattr(
-        folder.Checkpoint, "open", lambda model, revision: SimpleNamespace(spec=spec, model=model)
-    )
+    monkeypatch.setattr(folder.Checkpoint, "open", lambda model, revision: SimpleNamespace(spec=spec, model=model))
     told = doctor.fits("/m", found)
     assert (told["path"], told["family"], told["num_parameters"]) == ("/m", "llama", parameters)
     return {row["name"]: (row["bytes"], row["says"]) for row in told["backends"]}
@@ -157,9 +155,7 @@ def test_all_that_it_found_is_told_by_value():
 
 
 def test_a_model_is_asked_of_where_one_is_named(cli, capsys, monkeypatch):
-    monkeypatch.setattr(
-        doctor, "fits", lambda model, found, revision: {"path": model, "seen": [*found]}
-    )
+    monkeypatch.setattr(doctor, "fits", lambda model, found, revision: {"path": model, "seen": [*found]})
     assert doctor.main(["--json", "--model", "/m"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["path"] == "/m" and "memory" in found["model"]["seen"]
@@ -189,6 +185,4 @@ def test_what_a_backend_needs_is_told_of_those_that_say_so(monkeypatch):
     classes = {name: SimpleNamespace(findings=say) for name, say in said.items()}
     monkeypatch.setattr(doctor, "find_backend", lambda name: classes.get(name, object))
     assert doctor.findings() == {"a": {"x": "1"}}
-    assert (
-        doctor.installed_version("pytest") and doctor.installed_version("no-such-package") is None
-    )
+    assert doctor.installed_version("pytest") and doctor.installed_version("no-such-package") is None

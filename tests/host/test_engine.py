@@ -179,9 +179,7 @@ def test_a_stop_string_across_tokens_is_cut_and_never_shown(narrow):
     assert (final.finish_reason, final.stop_reason) == ("stop", "STOP")
     assert bytes(final.token_ids) == b"one two STEP STOP"
     assert narrow.engine.num_free_slots == 1
-    kept = narrow.generate(
-        "say:one two STEP STOP three", replace(params, include_stop_str_in_output=True)
-    )
+    kept = narrow.generate("say:one two STEP STOP three", replace(params, include_stop_str_in_output=True))
     assert kept[0].outputs[0].text == "one two STEP STOP"
 
 
@@ -292,9 +290,7 @@ def test_one_failure_leaves_a_neighbour_alone(llm):
     assert [d.output for d in good][-1].outputs[0].text == "good"
 
 
-@pytest.mark.parametrize(
-    ("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")]
-)
+@pytest.mark.parametrize(("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")])
 def test_a_backend_that_ends_fails_every_request_and_the_next_one_runs(folder, llm, word, says):
     other = llm.stream("slow neighbour", replace(GREEDY, max_tokens=400))
     with pytest.raises(RunError, match=says):
@@ -378,9 +374,7 @@ def test_where_the_context_ends_an_answer_has_its_length(folder):
         outputs = llm.generate(["x" * 9, "x" * 19, "x"], GREEDY)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [11, 1, 12]
         assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-        with pytest.raises(
-            RequestError, match=r"prompts\[1\]: the prompt has 20 tokens and the cont"
-        ):
+        with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt has 20 tokens and the cont"):
             llm.generate(["x", "x" * 20], GREEDY)
 
 

@@ -59,9 +59,7 @@ def test_every_exchange_of_a_shared_step_is_proved(model, meetings_of_a_layer):
     for at in meetings:
         with pytest.raises(ModelError, match=r"lack a fence|could rewrite one before"):
             check_kernel(replace(kernel, layer=kernel.layer[:at] + kernel.layer[at + 2 :]))
-    early = replace(
-        kernel, ends=tuple(tuple(s for s in end if s[:4] != "arri") for end in kernel.ends)
-    )
+    early = replace(kernel, ends=tuple(tuple(s for s in end if s[:4] != "arri") for end in kernel.ends))
     with pytest.raises(ModelError, match=r"^x: feed and its readers lack a fence"):
         check_kernel(early, ends=True)
     with pytest.raises(ModelError, match="argmax: 1 buffers rotate"):
@@ -74,9 +72,7 @@ def test_every_exchange_of_a_shared_step_is_proved(model, meetings_of_a_layer):
 def test_operands_of_narrow_weights_have_room():
     """Of each stage's tiles, in the region that it reads."""
     tiles = triton.lower_tiles(build(SHARED["narrow"]), 132, 1024)
-    for stage, region in zip(
-        tiles.stages, ("x", "attention_operands", "x", "mlp_operands"), strict=False
-    ):
+    for stage, region in zip(tiles.stages, ("x", "attention_operands", "x", "mlp_operands"), strict=False):
         assert tiles.regions[region][1] >= stage.operands > stage.row_words
     assert tiles.regions["x"][1] >= tiles.hidden_size // 2
 
@@ -111,9 +107,7 @@ def test_every_exchange_of_ranks_is_proved(ranks):
     """Plain tensor parallelism: a lane a rank, all of whose outputs go to all at once."""
     spec = spec_of(num_heads=8, num_kv_heads=8, vocab_size=104)
     kernel = kernel_of(spec, "decode", ranks)
-    used = {
-        e.name for e in kernel.exchanges if e.is_used and e.name.startswith(("mlp_", "attention_"))
-    }
+    used = {e.name for e in kernel.exchanges if e.is_used and e.name.startswith(("mlp_", "attention_"))}
     assert {n for n in used if kernel.exchange(n).layers != ()} == {
         "attention_out_now",
         "mlp_out_now",
@@ -202,9 +196,7 @@ def test_outputs_for_all_lanes_need_two_buffers_beside_layers_that_need_none():
     kernel = kernel_of(spec, "decode")
     with pytest.raises(ModelError, match="attention_out_now: 1 buffers rotate"):
         check_kernel(change(kernel, "attention_out_now", buffers=1))
-    with pytest.raises(
-        ModelError, match="the triton backend cannot reduce lanes so: attention_out: 1"
-    ):
+    with pytest.raises(ModelError, match="the triton backend cannot reduce lanes so: attention_out: 1"):
         kernel_of(spec, "triton")
 
 
@@ -269,9 +261,7 @@ def test_plain_memory_without_a_fence_is_refused(which, step, name):
 def test_a_fence_ahead_of_what_it_publishes_is_refused():
     """Fence, words, flag in one step: nothing orders the words of splits and their flag."""
     kernel = change(kernel_of(MODELS["plain"], "columns"), "attention_flags", producer="attention")
-    fences = tuple(
-        replace(f, step="attention") if f.step == "attention_flag" else f for f in kernel.fences
-    )
+    fences = tuple(replace(f, step="attention") if f.step == "attention_flag" else f for f in kernel.fences)
     with pytest.raises(ModelError, match=r"^splits: "):
         check_kernel(replace(kernel, fences=fences))
 
@@ -367,8 +357,6 @@ def test_a_layout_is_refused_when_its_exchanges_are_not_proved(monkeypatch):
     kernel = decode_kernel(lowering, 4)
     readers = tuple(replace(r, of=Of.SOME) for r in kernel.exchange("mlp_out").readers)
     broken = change(kernel, "mlp_out", readers=readers)
-    monkeypatch.setattr(
-        "kog_triton.backends.cuda.layout.layout.decode_kernel", lambda lowering, splits: broken
-    )
+    monkeypatch.setattr("kog_triton.backends.cuda.layout.layout.decode_kernel", lambda lowering, splits: broken)
     with pytest.raises(ModelError, match="could rewrite one before"):
         lay_out(lowering, 64)

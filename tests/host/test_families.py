@@ -80,9 +80,7 @@ HF_CASES = {
     ),
 } | {
     f"{family}_{kind}": (family, {"rope_parameters": {"rope_theta": 5000.0} | rope})
-    for (kind, rope), family in zip(
-        ROPES.items(), itertools.cycle(["llama", "qwen2", "qwen3"]), strict=False
-    )
+    for (kind, rope), family in zip(ROPES.items(), itertools.cycle(["llama", "qwen2", "qwen3"]), strict=False)
 }
 
 
@@ -309,9 +307,7 @@ RANDOM_SPECS = {
     "qwen3_tied": read_spec(tiny.hf_model("qwen3", tie_word_embeddings=True).config.to_dict()),
     "qwen2": read_spec(tiny.hf_model("qwen2", num_hidden_layers=12).config.to_dict()),
 } | {
-    f"lanes_{head}_{comm}": read_spec(
-        tiny.laneformer_config(num_lanes=8) | HEADS[head] | COMM[comm]
-    )
+    f"lanes_{head}_{comm}": read_spec(tiny.laneformer_config(num_lanes=8) | HEADS[head] | COMM[comm])
     for head in HEADS
     for comm in ("late", "never")
 }

@@ -86,18 +86,12 @@ def test_operators(text):
 
 
 def test_what_no_operator_changes():
-    assert not [
-        *draw.changes(
-            '"""Text."""\nimport a\ndef f(x: 3) -> 4: ...\nx = f"{a + 1}"\nassert a < b\n'
-        )
-    ]
+    assert not [*draw.changes('"""Text."""\nimport a\ndef f(x: 3) -> 4: ...\nx = f"{a + 1}"\nassert a < b\n')]
     calls = [now for *_, now in draw.changes("f(a)\n")]
     assert calls == ["pass"]
 
 
-@pytest.mark.parametrize(
-    "argv", [["--draw", "1"], ["--draw", "1", "0"], ["--draw", "1", "2", "RoPE"]]
-)
+@pytest.mark.parametrize("argv", [["--draw", "1"], ["--draw", "1", "0"], ["--draw", "1", "2", "RoPE"]])
 def test_what_a_draw_does_not_take(argv, capsys):
     with pytest.raises(SystemExit) as exit:
         faults.main(argv)

@@ -30,8 +30,7 @@ class Stored:
 
     def __init__(self, **tensors):
         self.stored = {
-            f"m.{name}": StoredTensor(Path("f.safetensors"), shape, dtype)
-            for name, (dtype, shape) in tensors.items()
+            f"m.{name}": StoredTensor(Path("f.safetensors"), shape, dtype) for name, (dtype, shape) in tensors.items()
         }
 
 
@@ -195,9 +194,7 @@ def test_which_group_of_compressed_tensors_a_module_has():
         "all": {"weights": {"group_size": -1}, "targets": ["Linear"]},
         "one": {"weights": {"num_bits": 8}, "targets": ["re:m", "other"]},
     }
-    read = scheme(
-        "compressed-tensors", config_groups=groups, format="int-quantized", ignore=["x", "re:y"]
-    )
+    read = scheme("compressed-tensors", config_groups=groups, format="int-quantized", ignore=["x", "re:y"])
     assert [read.ignore.named(n) for n in ("x", "ya", "ay", "xa")] == [True, True, False, False]
     one = found(read, weight=("I8", (16, 64)), weight_scale=("F32", (1,)))
     assert one == WeightFormat(Code.INT8, 0, 0, Scale.F32)
@@ -205,9 +202,7 @@ def test_which_group_of_compressed_tensors_a_module_has():
     one = found(read, weight=("I8", (16, 64)), weight_scale=("BF16", ()), **zeros)
     assert one == WeightFormat(Code.INT8, 0, 0, Scale.BF16)
     assert found(read) is None and not Module(Stored(weight=("BF16", (16, 64))), "m", (16, 64)).used
-    alone = scheme(
-        "compressed-tensors", config_groups={"all": groups["all"]}, format="int-quantized"
-    )
+    alone = scheme("compressed-tensors", config_groups={"all": groups["all"]}, format="int-quantized")
     assert found(alone, weight=("I8", (16, 64)), weight_scale=("F32", (16, 1))).group_rows == 1
     said = wrong(alone, weight=("I8", (16, 64)), weight_scale=("F32", (16, 2)))
     assert "has shape [16, 2], config.json asks for [16, 1]" in said
@@ -217,9 +212,7 @@ def test_which_group_of_compressed_tensors_a_module_has():
         format="int-quantized",
         ignore=["m"],
     )
-    assert "stored narrow although quantization_config ignores it" in wrong(
-        ignoring, weight=("I8", (16, 64))
-    )
+    assert "stored narrow although quantization_config ignores it" in wrong(ignoring, weight=("I8", (16, 64)))
     assert "as its format 'int-quantized' says" in wrong(alone, weight_packed=("I32", (16, 16)))
 
 
@@ -244,16 +237,10 @@ def test_awq_takes_words_along_the_rows():
         changed = WORDS | {name: (WORDS[name][0], shape)}
         assert f"has shape {list(shape)}, config.json asks for" in wrong(read, **changed)
     assert "I64: it must be I32" in wrong(read, **(WORDS | {"qzeros": ("I64", (2, 2))}))
-    assert "F64: it must be F32 or BF16 or F16" in wrong(
-        read, **(WORDS | {"scales": ("F64", (2, 16))})
-    )
+    assert "F64: it must be F32 or BF16 or F16" in wrong(read, **(WORDS | {"scales": ("F64", (2, 16))}))
     assert "is missing beside it" in wrong(read, qweight=WORDS["qweight"])
-    assert "12 x 64 weights do not divide into words of 8 and groups of 32" in wrong(
-        read, (12, 64), **WORDS
-    )
-    assert "16 x 48 weights do not divide into words of 8 and groups of 32" in wrong(
-        read, (16, 48), **WORDS
-    )
+    assert "12 x 64 weights do not divide into words of 8 and groups of 32" in wrong(read, (12, 64), **WORDS)
+    assert "16 x 48 weights do not divide into words of 8 and groups of 32" in wrong(read, (16, 48), **WORDS)
     assert "this format holds no lanes" in wrong(read, (2, 16, 64), **WORDS)
     without = scheme("awq", bits=4, zero_point=True, group_size=32, modules_to_not_convert=["m"])
     assert "it has a qweight although quantization_config excludes it" in wrong(without, **WORDS)
@@ -298,9 +285,7 @@ def test_gptq_takes_words_along_the_columns():
     assert scheme("gptq", bits=4, group_size=-1, sym=True).group == 0
     assert found(read, **GPTQ) == WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.ZERO_POINT)
     symmetric = scheme("gptq", bits=4, group_size=32, sym=True)
-    assert found(symmetric, g_idx=("I32", (64,)), **GPTQ) == WeightFormat(
-        Code.UINT4, 1, 32, Scale.F16
-    )
+    assert found(symmetric, g_idx=("I32", (64,)), **GPTQ) == WeightFormat(Code.UINT4, 1, 32, Scale.F16)
     for name, shape in (
         ("qweight", (4, 16)),
         ("qzeros", (4, 2)),
@@ -311,9 +296,7 @@ def test_gptq_takes_words_along_the_columns():
         assert f"has shape {list(shape)}, config.json asks for" in wrong(read, **changed)
     assert "g_idx' has shape [63]" in wrong(read, g_idx=("I32", (63,)), **GPTQ).replace('"', "'")
     for shape in ((12, 64), (16, 60), (16, 48)):
-        assert f"{shape[0]} x {shape[1]} weights do not divide into words of 8" in wrong(
-            read, shape, **GPTQ
-        )
+        assert f"{shape[0]} x {shape[1]} weights do not divide into words of 8" in wrong(read, shape, **GPTQ)
 
 
 def test_fp8_takes_a_grid_of_scales_or_one():
@@ -321,9 +304,7 @@ def test_fp8_takes_a_grid_of_scales_or_one():
     assert blocks.block == (8, 48) and "x" in blocks.excluded and "m" not in blocks.excluded
     grid = {"weight": ("F8_E4M3", (16, 64)), "weight_scale_inv": ("F32", (2, 2))}
     assert found(blocks, **grid) == WeightFormat(Code.E4M3, 8, 48, Scale.F32)
-    assert "config.json asks for [2, 2]" in wrong(
-        blocks, **(grid | {"weight_scale_inv": ("F32", (2, 1))})
-    )
+    assert "config.json asks for [2, 2]" in wrong(blocks, **(grid | {"weight_scale_inv": ("F32", (2, 1))}))
     one = scheme("fp8")
     assert one.block == (0, 0) and "dynamic" in one.notes[0]
     assert "static" in scheme("fp8", activation_scheme="static").notes[0]
@@ -336,13 +317,8 @@ def test_fp8_takes_a_grid_of_scales_or_one():
         assert found(one, **tensors) == WeightFormat(Code.E4M3, 0, 0, Scale.BF16)
     said = wrong(one, weight=("F8_E4M3", (16, 64)), weight_scale=("F32", (16, 1)))
     assert "weight_scale has shape [16, 1]: without weight_block_size it is one value" in said
-    assert "'m.weight_scale_inv' is missing" in wrong(one, weight=("F8_E4M3", (16, 64))).replace(
-        '"', "'"
-    )
-    assert (
-        found(one) is None
-        and one.find(Module(Stored(weight=("BF16", (16, 64))), "m", (16, 64))) is None
-    )
+    assert "'m.weight_scale_inv' is missing" in wrong(one, weight=("F8_E4M3", (16, 64))).replace('"', "'")
+    assert found(one) is None and one.find(Module(Stored(weight=("BF16", (16, 64))), "m", (16, 64))) is None
     without = scheme("fp8", modules_to_not_convert=["m"])
     assert "stored as F8_E4M3 although quantization_config excludes it" in wrong(without, **grid)
 

@@ -101,9 +101,7 @@ def test_every_family(family, tmp_path):
 
 
 def test_a_mixed_checkpoint_says_which_weights_are_narrow(tmp_path):
-    model, values = narrow_cases.checkpoint(
-        "fp8_block", tmp_path, wide=("o_proj", "1.mlp.down_proj")
-    )
+    model, values = narrow_cases.checkpoint("fp8_block", tmp_path, wide=("o_proj", "1.mlp.down_proj"))
     checkpoint = Checkpoint.open(tmp_path)
     names = {n for n, _ in checkpoint.spec.narrow}
     assert "layers.0.o_proj" not in names and "layers.1.down_proj" not in names

@@ -51,19 +51,13 @@ def test_compressed_tensors_converts_awq_to_our_values(name, tmp_path):
     done = {k.removeprefix(f"{MODULE}."): t for k, t in done.items()}
     shape, scale = torch.Size(done["weight_shape"].tolist()), done["weight_scale"].float()
     codes = unpack_from_int32(done["weight_packed"], 4, shape)
-    zeros = unpack_from_int32(
-        done["weight_zero_point"], 4, torch.Size([shape[0], scale.shape[1]]), packed_dim=0
-    )
+    zeros = unpack_from_int32(done["weight_zero_point"], 4, torch.Size([shape[0], scale.shape[1]]), packed_dim=0)
     group = config["group_size"]
-    theirs = (codes.float() - zeros.float().repeat_interleave(group, 1)) * scale.repeat_interleave(
-        group, 1
-    )
+    theirs = (codes.float() - zeros.float().repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1)
     assert torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8_block", "fp8_block_bf16_scales", "fp8_block_e8m0", "fp8_tensor"]
-)
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_bf16_scales", "fp8_block_e8m0", "fp8_tensor"])
 def test_transformers_dequantizes_fp8_to_our_values(name, tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -79,8 +73,6 @@ def test_transformers_dequantizes_mxfp4_to_our_values(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     ours, own, _ = opened("mxfp4", tmp_path)
-    theirs = convert_moe_packed_tensors(
-        own["weight_blocks"][None], own["weight_scales"][None], dtype=torch.float32
-    )
+    theirs = convert_moe_packed_tensors(own["weight_blocks"][None], own["weight_scales"][None], dtype=torch.float32)
     theirs = theirs[0] if theirs.shape[1:] == ours.shape else theirs[0].T
     assert torch.equal(theirs, ours)

@@ -28,11 +28,7 @@ UNPACKED = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"]
 def canonical(stored):
     """ "layers.0.q_proj" of "model.layers.0.self_attn.q_proj.weight"."""
     parts = stored.split(".")
-    return (
-        f"layers.{parts[2]}.{parts[-2]}"
-        if "layers" in parts
-        else {"lm_head": "lm_head"}.get(parts[0], "embed")
-    )
+    return f"layers.{parts[2]}.{parts[-2]}" if "layers" in parts else {"lm_head": "lm_head"}.get(parts[0], "embed")
 
 
 def assert_same(path, model, values):
@@ -88,9 +84,7 @@ def test_families(family, changes, tmp_path):
     path = tmp_path / "model.gguf"
     model, values = gguf_cases.write(path, "Q4_1", family, "Q8_0", **changes)
     spec = assert_same(path, model, values).spec
-    assert spec.family == family and spec.tied_embeddings is changes.get(
-        "tie_word_embeddings", False
-    )
+    assert spec.family == family and spec.tied_embeddings is changes.get("tie_word_embeddings", False)
     kind = changes.get("rope_parameters", {}).get("rope_type", "none")
     assert spec.rope.scaling is RopeScaling[kind.upper()]
     assert dict(spec.narrow)["embed"].name == "int8 g32" and spec.dtype is DType.F16
@@ -112,9 +106,7 @@ def fields(values, absent=()):
 def test_a_rope_factor_without_a_type_is_linear(name, tmp_path):
     """As in llama.cpp, whose older files have no type and the second name."""
     path = tmp_path / "model.gguf"
-    text = fields(
-        {f"llama.{name}": 2.5}, absent=("llama.rope.scaling.type", "llama.rope.scaling.factor")
-    )
+    text = fields({f"llama.{name}": 2.5}, absent=("llama.rope.scaling.type", "llama.rope.scaling.factor"))
     rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.5}
     model, values = gguf_cases.write(path, text=text, rope_parameters=rope)
     spec = assert_same(path, model, values).spec
@@ -123,9 +115,7 @@ def test_a_rope_factor_without_a_type_is_linear(name, tmp_path):
 
 def test_betas_of_yarn(tmp_path):
     path = tmp_path / "model.gguf"
-    text = fields(
-        {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0}
-    )
+    text = fields({"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0})
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "beta_fast": 8.0, "beta_slow": 2.0}
     model, values = gguf_cases.write(path, text=text, rope_parameters=rope | SCALINGS["yarn"])
     assert assert_same(path, model, values).spec.rope.beta_slow == 2
@@ -134,9 +124,7 @@ def test_betas_of_yarn(tmp_path):
 def test_the_directory_is_the_packages(tmp_path):
     """Every field, and every tensor's place, as gguf.GGUFReader finds them."""
     path = tmp_path / "model.gguf"
-    gguf_cases.write(
-        path, "Q4_0", text=gguf_cases.sentencepiece_text(["a", "b"], [0.0, -1.5], [1, 1])
-    )
+    gguf_cases.write(path, "Q4_0", text=gguf_cases.sentencepiece_text(["a", "b"], [0.0, -1.5], [1, 1]))
     ours, theirs = Directory(path), gguf.GGUFReader(path)
     known = {n: f.contents() for n, f in theirs.fields.items() if not n.startswith("GGUF.")}
     assert ours.metadata == known and len(known) > 12
@@ -144,15 +132,11 @@ def test_the_directory_is_the_packages(tmp_path):
         t.name: (t.tensor_type.name, tuple(int(n) for n in t.shape[::-1]), t.data_offset, t.n_bytes)
         for t in theirs.tensors
     }
-    assert {
-        e.name: (e.kind, e.shape, e.first, e.num_bytes) for e in ours.entries.values()
-    } == places
+    assert {e.name: (e.kind, e.shape, e.first, e.num_bytes) for e in ours.entries.values()} == places
 
 
 def test_the_types_are_the_packages():
-    known = {
-        kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
-    }
+    known = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
     assert {n: known[n] for n in TYPES} == TYPES
 
 
@@ -302,10 +286,7 @@ def test_arrays_of_bytes_are_limited_before_they_are_lists(tmp_path):
 
 def test_arrays_are_limited_together(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
-    fields = [
-        struct.pack("<Q", 1) + name + struct.pack("<IIQ", 9, 0, 60) + bytes(60)
-        for name in (b"x", b"y")
-    ]
+    fields = [struct.pack("<Q", 1) + name + struct.pack("<IIQ", 9, 0, 60) + bytes(60) for name in (b"x", b"y")]
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + b"".join(fields))
     monkeypatch.setattr(file, "MAX_VALUES", 120)
     assert [len(values) for values in Directory(path).metadata.values()] == [60, 60]
@@ -329,9 +310,7 @@ def test_a_number_that_is_none_is_refused(at, part, good, tmp_path):
     path = tmp_path / "good.gguf"
     path.write_bytes(good)
     first = Directory(path).entries["blk.1.attn_v.weight"].first + 5 * 20 + at
-    assert f"'blk.1.attn_v': a {part} is not finite" in refusal(
-        tmp_path, word(good, first, 0x7E00, 2)
-    )
+    assert f"'blk.1.attn_v': a {part} is not finite" in refusal(tmp_path, word(good, first, 0x7E00, 2))
 
 
 def test_another_rope_table_is_refused(tmp_path):
@@ -348,9 +327,7 @@ def test_without_the_package_k_quants_say_what_to_install(tmp_path, monkeypatch)
     path = tmp_path / "model.gguf"
     gguf_cases.write(path, "Q4_K")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        ModelError, match=r'Q4_K weights need the gguf package: pip install "kog-triton\[gguf\]"'
-    ):
+    with pytest.raises(ModelError, match=r'Q4_K weights need the gguf package: pip install "kog-triton\[gguf\]"'):
         Checkpoint.open(path).load("layers.0.q_proj")
     narrow = tmp_path / "narrow.gguf"
     monkeypatch.undo()

@@ -28,9 +28,7 @@ def splits_of(pre):
     """How the family's tokenizer.json splits texts; expressions from transformers where it has them."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    byte_level = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm")
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
     if pre == "gpt-2":
         return byte_level
     if pre == "smollm":
@@ -63,9 +61,7 @@ def test_byte_level_ids(pre, begins, tmp_path):
     bos = origin.token_to_id("<s>")
     first = [("<s>", bos)]
     origin.post_processor = (
-        processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=first)
-        if begins
-        else None
+        processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=first) if begins else None
     )
 
     def text(writer):
@@ -79,9 +75,7 @@ def test_byte_level_ids(pre, begins, tmp_path):
         want = origin.encode(said).ids
         assert ours.encode(said) == want
         assert ours.decode(want, skip_special_tokens=False) == origin.decode(want, False)
-    assert ours.special_ids == {
-        i for i, t in origin.get_added_tokens_decoder().items() if t.special
-    }
+    assert ours.special_ids == {i for i, t in origin.get_added_tokens_decoder().items() if t.special}
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
@@ -118,10 +112,7 @@ def test_sentencepiece_ids(prefix, tmp_path):
     tokens = sorted(ids, key=ids.get)
     added = {t.content: t.special for t in origin.get_added_tokens_decoder().values()}
     raw = {f"<0x{b:02X}>" for b in range(256)}
-    kinds = [
-        2 if t == "<unk>" else 3 if added.get(t) else 4 if t in added else 6 if t in raw else 1
-        for t in tokens
-    ]
+    kinds = [2 if t == "<unk>" else 3 if added.get(t) else 4 if t in added else 6 if t in raw else 1 for t in tokens]
     scores = [-float(i) for i in range(len(tokens))]  # joined in training's order
     assert tokens[:3] == ["<unk>", "<s>", "</s>"]
     write = gguf_cases.sentencepiece_text(tokens, scores, kinds, add_space_prefix=prefix)

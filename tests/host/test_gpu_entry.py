@@ -62,9 +62,7 @@ def test_first_come_first_served():
 def test_a_launch_is_over_when_another_engine_waits_or_the_driver_would_kill_it():
     for queue, alone in ((LaunchQueue(), math.inf), (LaunchQueue(KILLED_S), KILLED_S)):
         with queue.first():
-            assert not queue.over(min(alone, 1e9)) and queue.over(alone * 1.01) == (
-                alone < math.inf
-            )
+            assert not queue.over(min(alone, 1e9)) and queue.over(alone * 1.01) == (alone < math.inf)
             other = waiter(queue, list)
             await_line(queue, 2)
             assert not queue.over(QUANTUM_S) and queue.over(QUANTUM_S * 1.01)
@@ -193,9 +191,7 @@ def test_what_an_entry_point_does_is_on_the_backends_own_stream(gpu, how):
         assert gpu.log[1:] == ["default waits for own 1"]
     assert not entry.queue._line
     with getattr(GpuEntry(GPU), how)(*arguments):
-        assert (
-            gpu.current.name == "own 3"
-        )  # another backend's is another; "own 2" is the first one's aside
+        assert gpu.current.name == "own 3"  # another backend's is another; "own 2" is the first one's aside
 
 
 def test_nobody_waits_for_what_failed(gpu):

@@ -73,9 +73,7 @@ def test_a_part_of_a_gpu_is_said():
     assert describe(replace(SEEN["H200 share"], num_sms=34)).num_sms == 33
     unheard = replace(H200_SEEN, name="NVIDIA X MIG 1g.9gb", num_sms=8)
     assert describe(unheard).share == "a MIG slice of 8 multiprocessors"
-    assert all(
-        describe(SEEN[which]).share == "" for which in ("H200", "RTX 5090 Laptop", "RTX 4090")
-    )
+    assert all(describe(SEEN[which]).share == "" for which in ("H200", "RTX 5090 Laptop", "RTX 4090"))
 
 
 def test_where_nothing_says_how_fast_memory_is_a_block_is_as_fast_as_an_h200s():
@@ -97,9 +95,7 @@ def test_the_cuda_kernel_has_a_layout_on_every_hopper_and_parts_of_one(which, sh
     for slots, size in ((window, usual[1]), (calm, usual[2])):
         wanted = size * gpu.bandwidth / gpu.num_blocks / usual[0]
         enough = slots * lowering.ring_slot_bytes >= wanted > (slots - 1) * lowering.ring_slot_bytes
-        assert enough or (
-            slots >= layout.ring_slots // 2 and slots * lowering.ring_slot_bytes < wanted
-        )
+        assert enough or (slots >= layout.ring_slots // 2 and slots * lowering.ring_slot_bytes < wanted)
     assert 1 <= calm <= window <= layout.ring_slots // 2
 
 
@@ -170,9 +166,7 @@ def test_the_driver_is_asked_for_each_figure(monkeypatch):
     assert describe(nvidia_driver.read_gpu()) == describe(H200_SEEN)
 
 
-@pytest.mark.parametrize(
-    ("asked", "percent"), [("25", 25), ("12.5", 12.5), ("100", 100), ("0", 100), ("x", 100)]
-)
+@pytest.mark.parametrize(("asked", "percent"), [("25", 25), ("12.5", 12.5), ("100", 100), ("0", 100), ("x", 100)])
 def test_an_mps_share_comes_from_the_environment(monkeypatch, asked, percent):
     monkeypatch.setattr(ctypes, "CDLL", Driver())
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", asked)

@@ -145,9 +145,7 @@ def test_a_backend_that_ignores_the_mask_is_found_out(bytewise):
 
 def test_a_grammar_beyond_llguidances_limits_is_the_requests_error(bytewise):
     mask = bytewise.compile("regex", "((a{1,1000}){1,1000}){1,1000}").mask()
-    with pytest.raises(
-        RequestError, match=r"too complex after [0-9]+ tokens, simplify it: .*too many"
-    ):
+    with pytest.raises(RequestError, match=r"too complex after [0-9]+ tokens, simplify it: .*too many"):
         for count in range(60):
             mask([*b"a"] * count)
 
@@ -267,9 +265,7 @@ def test_a_choice(demo):
 
 def test_a_grammar(demo):
     grammar = 'start: term ("+" term)~1..3\nterm: /[1-9][0-9]?/ | "(" start ")"'
-    for out in answers(
-        demo, StructuredOutputsParams(grammar=grammar), prompt="x = ", temperature=0.7
-    ):
+    for out in answers(demo, StructuredOutputsParams(grammar=grammar), prompt="x = ", temperature=0.7):
         if out.finish_reason == "stop":
             tree = ast.parse(out.text, mode="eval")
             names = {type(node).__name__ for node in ast.walk(tree)}
@@ -306,9 +302,7 @@ def test_what_gbnf_takes_is_told_from_lark_and_bounded(bytewise, usual_depth):
         (long, "the most of GBNF"),
         (nested, "recursion"),
     ):
-        with pytest.raises(
-            RequestError, match=rf"structured_outputs.grammar .* is invalid: .*{says}"
-        ):
+        with pytest.raises(RequestError, match=rf"structured_outputs.grammar .* is invalid: .*{says}"):
             bytewise.compile("grammar", text)
 
 
@@ -335,9 +329,7 @@ def test_a_grammar_begins_behind_a_marker_of_any_tokens(bytewise):
 
 def test_no_token_ends_a_marker_and_says_more(grammars, tokenizer):
     """It would be no part of the shape. Where it ends none it may be said."""
-    (x,), (sign,), (more,) = (
-        tokenizer.encode(t, add_special_tokens=False) for t in ("x", "=", "={")
-    )
+    (x,), (sign,), (more,) = (tokenizer.encode(t, add_special_tokens=False) for t in ("x", "=", "={"))
     first = grammars.compile("regex", "[0-9]{4}", "=").mask()
     assert allowed(first([])) & {x, sign, more} == {x, sign}
     second = grammars.compile("regex", "[0-9]{4}", "x=").mask()
@@ -359,8 +351,6 @@ def test_a_marker_is_a_text(behind):
 
 def test_a_stream_keeps_to_its_grammar(tmp_path):
     with LLM(make_checkpoint(tmp_path), backend=FakeBackend) as llm:
-        params = SamplingParams(
-            seed=1, structured_outputs=StructuredOutputsParams(choice=["héé", "oh"])
-        )
+        params = SamplingParams(seed=1, structured_outputs=StructuredOutputsParams(choice=["héé", "oh"]))
         deltas = list(llm.stream("slow a", params))
     assert "".join(d.text for d in deltas) == deltas[-1].output.outputs[0].text in ("héé", "oh")

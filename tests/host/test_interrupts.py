@@ -105,9 +105,7 @@ def test_ctrl_c_while_threads_read_the_weights(name, reads):
     assert lines[-1] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["plan"], ["plan", "--help"], ["cache"]]
-)
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["plan"], ["plan", "--help"], ["cache"]])
 def test_a_reader_that_left_ends_a_command_quietly(argv):
     ours, theirs = os.pipe()
     os.close(ours)
@@ -117,9 +115,7 @@ def test_a_reader_that_left_ends_a_command_quietly(argv):
     assert (command.process.returncode, err) == (0, b"")
 
 
-@pytest.mark.parametrize(
-    "argv", [["--version"], ["--help"], ["generate", "--help"], ["plan"], ["doctor", "--json"]]
-)
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"], ["plan"], ["doctor", "--json"]])
 def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "wb") as full:
         command = Command(argv, stdout=full)

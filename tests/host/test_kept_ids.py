@@ -54,9 +54,7 @@ def test_texts_that_grow_and_part_have_the_ids_of_the_whole(kind):
     kept, draw, text, saved = KeptIds(backend), Random(7), "", 0
     for _ in range(300):
         grown = "".join(draw.choice(PIECES) for _ in range(draw.randrange(1, 12)))
-        text = (
-            text[: draw.randrange(len(text) + 1)] + grown if draw.random() < 0.3 else text + grown
-        )
+        text = text[: draw.randrange(len(text) + 1)] + grown if draw.random() < 0.3 else text + grown
         text = text if len(text) < 4000 else ""
         backend.asked.clear()
         assert kept.encode(text, draw.choice(["", "another"])) == whole(backend.backend, text)

@@ -26,9 +26,7 @@ def test_a_slot_takes_memory_once_it_is_used():
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("before", [0, 200])
-def test_a_slot_whose_growth_ran_out_of_memory_keeps_what_it_had_and_grows_later(
-    monkeypatch, layers, before
-):
+def test_a_slot_whose_growth_ran_out_of_memory_keeps_what_it_had_and_grows_later(monkeypatch, layers, before):
     cache = KVCache(SCHEDULE, 1, 2048, torch.device("cpu"))
     if before:
         cache.reserve(0, before)

@@ -123,9 +123,7 @@ class Alternating(Kernel):
 def test_a_launch_has_as_many_steps_as_one_of_its_requests_has_tokens(monkeypatch):
     kernel, told, mailbox = Alternating(False), [], Mailbox()
     monkeypatch.setattr(serving.Pace, "wait", lambda *_: kernel.step())
-    monkeypatch.setattr(
-        serving.Share, "told", lambda self, seconds, tokens, beside: told.append(tokens)
-    )
+    monkeypatch.setattr(serving.Share, "told", lambda self, seconds, tokens, beside: told.append(tokens))
     for slot in (0, 1):
         mailbox.post(Request(slot, (1, 2), SamplingParams(temperature=0), 0, 4))
     LaunchServing(kernel, mailbox, LaunchQueue()).run()

@@ -115,9 +115,7 @@ def test_the_tree_is_read():
     assert {"kog_triton", "kog_triton.engine", "kog_triton.schedule.cuda"} <= set(MODULES)
     assert "kog_triton.model.spec" in imports(MODULES["kog_triton.schedule.schedule"])
     assert {"reference", "triton", "cuda"} <= BACKENDS
-    assert "kog_triton.backends.cuda.layout.layout" in imports(
-        MODULES["kog_triton.backends.cuda.memory"]
-    )
+    assert "kog_triton.backends.cuda.layout.layout" in imports(MODULES["kog_triton.backends.cuda.memory"])
     assert set(ARROWS) <= {room(m) for m in MODULES}
 
 
@@ -196,9 +194,7 @@ def test_entry_points_are_at_the_end_of_the_arrows():
         return room(name) == "cli"
 
     assert not offenders(lambda m: room(m) not in ENTRY_POINTS | {"cli"}, entry_point)
-    assert not offenders(
-        lambda m: room(m) not in ENTRY_POINTS | {"cli", "profiling"}, shared_by_entry_points
-    )
+    assert not offenders(lambda m: room(m) not in ENTRY_POINTS | {"cli", "profiling"}, shared_by_entry_points)
     assert not offenders(lambda m: room(m) == "__main__", entry_point)
 
 
@@ -255,9 +251,7 @@ def test_no_dangerous_calls():
     assert not offenders(lambda m: True, lambda m, name: name.split(".")[0] in CODE_RUNNERS)
 
 
-@pytest.mark.parametrize(
-    "call", ["eval('1')", "torch.load(f)", "subprocess.run(x, shell=True)", "os.system(x)"]
-)
+@pytest.mark.parametrize("call", ["eval('1')", "torch.load(f)", "subprocess.run(x, shell=True)", "os.system(x)"])
 def test_a_dangerous_call_is_seen(call):
     assert dangerous(ast.parse(call).body[0].value)
     assert not dangerous(ast.parse("model.eval(re.compile(x))").body[0].value)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.prefill import forward as walk
 from kog_triton.backends.prefill.graphs import Graphed, PassGraphs
 from kog_triton.backends.prefill.library import BUCKET, BUCKETS, BY_TOKEN, choose_prefill
@@ -91,9 +92,7 @@ def test_attention_behind_many_positions_is_cut_by_their_numbers(name, monkeypat
     monkeypatch.setattr(walk, "DEEP", 20)
     monkeypatch.setattr(walk, "DEEP_ROWS", 3)
     calls, right = [], walk.attend
-    monkeypatch.setattr(
-        walk, "attend", lambda q, kv, mask: calls.append(q.shape[2]) or right(q, kv, mask)
-    )
+    monkeypatch.setattr(walk, "attend", lambda q, kv, mask: calls.append(q.shape[2]) or right(q, kv, mask))
     ours, held = prefill_of(name), empty_cache(name)
     ours.run(tokens_of(40), 0, held)
     assert_filled(held, name, F32, 40)
@@ -163,7 +162,7 @@ def test_the_callers_embedding_is_used_and_left_alone():
     weights, spec = weights_of("llama", BF16), SPECS["llama"]
     wide = torch.nn.functional.pad(weights.load("embed"), (0, 8))
     before = wide.clone()
-    embed = wide[:, : spec.hidden_size]
+    embed = Embedding.of(wide[:, : spec.hidden_size])
     held = empty_cache("llama", BF16)
     ours = prefill_of("llama", BF16, embed=embed)
     ours.run(tokens_of(30), 0, held)
@@ -239,9 +238,7 @@ def test_captures_take_no_streams_and_what_they_hold_is_counted(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     graphs = ours._graphs
-    graphs._to_capture = PassGraphs(
-        torch.device("cuda"), [Graphed(BUCKET, 16), Graphed(BUCKET, 4)]
-    )._to_capture
+    graphs._to_capture = PassGraphs(torch.device("cuda"), [Graphed(BUCKET, 16), Graphed(BUCKET, 4)])._to_capture
     more = [ours.make_ready() for _ in range(4)]
     count = len(graphs._graphs)
     assert more == [True] * (count - 1) + [False] * (5 - count)
@@ -287,9 +284,7 @@ def test_a_gpu_fills_the_same_cache_without_waiting(name, dtype):
 def aligned_at_starts(first, end, start, window, dtype, device):
     query = torch.arange(end - first, device=device)[:, None]
     mask = torch.zeros(end - first, end - start, dtype=dtype, device=device)
-    return mask.masked_fill_(
-        torch.arange(start, end, device=device) > query, torch.finfo(dtype).min
-    )
+    return mask.masked_fill_(torch.arange(start, end, device=device) > query, torch.finfo(dtype).min)
 
 
 def shifted_band(first, end, start, window, dtype, device):

@@ -35,9 +35,7 @@ def test_walker_reproduces_every_stage(name, exact):
         logits, trace = walker.step(token, position)
         kv = compare_stages(reference, trace, token, kv, 1e-4 if exact else 4 * step)
         if exact:  # rounding adds up over layers: test_wire_words_cost_little bounds that
-            np.testing.assert_allclose(
-                logits, expected[position], atol=2e-4 * expected.std() + 1e-5
-            )
+            np.testing.assert_allclose(logits, expected[position], atol=2e-4 * expected.std() + 1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,9 +74,7 @@ def test_one_lane_model_is_the_same_on_1_2_and_4_ranks(exact):
 def test_walker_on_the_measured_layouts(shape, narrower, ranks):
     """One layer on 128 blocks a rank, a short vocabulary: the streams that were measured, or narrower ones."""
     own = (Reduce.OWN if shape == "laneformer-2b" else Reduce.NOW,)
-    spec = named_shape(shape).replace(
-        num_layers=1, windows=(0,), reduce_attention=own, reduce_mlp=own, vocab_size=2048
-    )
+    spec = named_shape(shape).replace(num_layers=1, windows=(0,), reduce_attention=own, reduce_mlp=own, vocab_size=2048)
     spec = spec.replace(**narrower)
     walker, source = walker_of(spec, ranks, exact=True, num_blocks=128)
     assert walker.lo.num_blocks == 128
@@ -118,9 +114,7 @@ def fault_k_split(walker):
 
 def fault_missing_word(walker):
     publish = walker.buffers["mlp"].publish
-    walker.buffers["mlp"].publish = lambda it, shard, first, values: publish(
-        it, shard, first, values[:-2]
-    )
+    walker.buffers["mlp"].publish = lambda it, shard, first, values: publish(it, shard, first, values[:-2])
 
 
 def fault_stale_phase(walker):

@@ -39,9 +39,7 @@ def reading():
 
 
 def write(path, size=SIZE, seed=1):
-    data = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(
-        torch.uint8
-    )
+    data = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     path.write_bytes(data.numpy().tobytes())
     return data
 
@@ -107,9 +105,7 @@ def test_memory_that_is_no_file(files):
     assert files.bytes_read == 0
 
 
-@pytest.mark.parametrize(
-    "end", ["replaced", "deleted", "deleted beside a file named as Linux tells of it"]
-)
+@pytest.mark.parametrize("end", ["replaced", "deleted", "deleted beside a file named as Linux tells of it"])
 def test_a_file_that_is_gone_is_what_its_mapping_shows(tmp_path, files, end):
     data, path = write(tmp_path / "weights"), tmp_path / "weights"
     mapped = map_file(path)
@@ -141,9 +137,7 @@ def test_a_file_that_shrank_is_one_line(tmp_path, files, size):
     write(tmp_path / "weights")
     mapped = map_file(tmp_path / "weights")
     os.truncate(tmp_path / "weights", size)
-    with pytest.raises(
-        ModelError, match=rf"weights: ends at byte {size}, .*: load the model again$"
-    ):
+    with pytest.raises(ModelError, match=rf"weights: ends at byte {size}, .*: load the model again$"):
         copy(files, mapped)
 
 
@@ -157,9 +151,7 @@ def test_a_damaged_place_is_one_line(tmp_path, files, monkeypatch):
         return read(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", damaged)
-    with pytest.raises(
-        ModelError, match=r"weights: cannot be read at byte \d+: .*Input/output error$"
-    ):
+    with pytest.raises(ModelError, match=r"weights: cannot be read at byte \d+: .*Input/output error$"):
         copy(files, map_file(tmp_path / "weights"))
 
 

@@ -56,9 +56,7 @@ from tests.lib import tiny
         {"model_type": ["llama"]},
     ],
     ids=lambda c: (
-        f"{next(iter(c))}={str(next(iter(c.values())))[:40]}"
-        if c != {"num_hidden_layers": 10**5000}
-        else "huge"
+        f"{next(iter(c))}={str(next(iter(c.values())))[:40]}" if c != {"num_hidden_layers": 10**5000} else "huge"
     ),
 )
 def test_config_is_refused_by_name(change):

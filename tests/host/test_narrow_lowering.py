@@ -88,9 +88,7 @@ def test_walker_reproduces_every_stage_from_the_packed_streams_alone(name):
 @pytest.mark.parametrize("k", LONG_K)
 def test_streams_hold_the_checkpoints_values_bit_for_bit(k, dtype):
     """down_proj and gate_up_proj of real lengths of K; 90 rows divide by nothing."""
-    spec = narrow_spec(
-        FORMATS["fp8-block"], **ODD | {"intermediate_size": k, "num_layers": 1}, dtype=dtype
-    )
+    spec = narrow_spec(FORMATS["fp8-block"], **ODD | {"intermediate_size": k, "num_layers": 1}, dtype=dtype)
     assert_streams_hold_the_values(spec, NarrowWeights(spec, RandomWeights(spec)), 7)
 
 
@@ -120,9 +118,7 @@ def assert_streams_hold_the_values(spec, source, num_blocks):
                 (scales,) = row_scales_of(lowering.schedule, stage, parts)
                 got = got * np.where(rows == PADDING, 0, scales[rows])[:, None]
             inside = rows != PADDING
-            assert np.array_equal(
-                got[inside, : stage.cols].astype(np.float32), values[rows[inside]]
-            )
+            assert np.array_equal(got[inside, : stage.cols].astype(np.float32), values[rows[inside]])
             assert not got[inside, stage.cols :].any()
             seen[rows[inside]] += 1
         assert (seen == 1).all()
@@ -154,7 +150,5 @@ def test_what_the_stream_cannot_hold_is_refused():
     with pytest.raises(ModelError, match="it reads groups that 32 divides, not int4 g16"):
         lower(build(with_format(named_shape("llama-3.2-1b"), short)), H200)
     channel = WeightFormat(Code.INT8, 1, 0, Scale.BF16, Offset.ZERO_POINT)
-    with pytest.raises(
-        ModelError, match="does not read int8 channel weights with zero points or minimums"
-    ):
+    with pytest.raises(ModelError, match="does not read int8 channel weights with zero points or minimums"):
         lower(build(with_format(named_shape("llama-3.2-1b"), channel)), H200)

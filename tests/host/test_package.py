@@ -45,9 +45,7 @@ def run(*argv, cwd, ok=True):
     """A process that cannot see the checkout, by neither its folder nor its environment."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env |= {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(
-        [str(a) for a in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([str(a) for a in argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
     assert not ok or done.returncode == 0, done.stderr
     return done
 
@@ -155,9 +153,7 @@ def test_the_metadata_say_what_it_is(wheel):
 
 def test_the_wheel_runs_away_from_the_checkout(python, tmp_path):
     code = "import kog_triton; print(kog_triton.__file__)"
-    assert Path(run(python, "-c", code, cwd=tmp_path).stdout.strip()).is_relative_to(
-        python.parents[1]
-    )
+    assert Path(run(python, "-c", code, cwd=tmp_path).stdout.strip()).is_relative_to(python.parents[1])
     argv = ("-m", "kog_triton.generate", "-p", "def add(a, b):", "-m", "8", "--temp", "0")
     done = run(python, *argv, cwd=tmp_path)
     assert done.stdout.startswith("\n    ") and "backend reference" in done.stderr

@@ -27,9 +27,7 @@ def test_probe_layouts(shape, ranks):
     assert lowering.num_blocks == 128
     assert lowering.ring_slot_bytes in (12288, 16384, 24576)
     assert lowering.ring_slots * lowering.ring_slot_bytes >= 160 * 1024
-    real = 2 * (
-        spec.num_parameters - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
-    )
+    real = 2 * (spec.num_parameters - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size))
     norms = 2 * spec.hidden_size * (2 * spec.num_layers + 1)
     padded = sum(lowering.stream_bytes(rank) for rank in range(ranks))
     assert real - norms <= padded <= 1.01 * real
@@ -71,8 +69,7 @@ def test_the_block_that_reads_most_says_whether_the_stream_sets_the_pace():
     lowering = lower(build(spec), H200)
     head = lowering.schedule.stage("lm_head")
     layer = [
-        lowering.block_ring_slots(b)
-        - lowering.stage_ring_slots(head, 0, lowering.group_index(head, b))
+        lowering.block_ring_slots(b) - lowering.stage_ring_slots(head, 0, lowering.group_index(head, b))
         for b in range(lowering.num_blocks)
     ]
     assert layer[0] < 2 * lowering.ring_slots < max(layer)
@@ -89,9 +86,7 @@ def test_other_shapes_lower_with_little_padding(shape, ranks):
     assert padded <= 1.09 * spec.bytes_per_token  # wide fragments, whose loop is twice as fast
 
 
-@pytest.mark.parametrize(
-    "hidden, heads, kv_heads", [(5632, 44, 4), (5632, 44, 11), (7680, 60, 12), (6400, 50, 10)]
-)
+@pytest.mark.parametrize("hidden, heads, kv_heads", [(5632, 44, 4), (5632, 44, 11), (7680, 60, 12), (6400, 50, 10)])
 def test_warps_stage_the_part_of_x_that_they_multiply(hidden, heads, kv_heads):
     spec = spec_of(
         hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=128,
@@ -167,10 +162,7 @@ def test_remainders_rotate_over_layers(blocks):
     check_partition(partition)
     stage = schedule.stage("down_proj")
     for depth in (1, 2, 7, 40):
-        total = [
-            sum(len(partition.block_units(stage, i, b)) for i in range(depth))
-            for b in range(blocks)
-        ]
+        total = [sum(len(partition.block_units(stage, i, b)) for i in range(depth)) for b in range(blocks)]
         assert max(total) - min(total) <= 1
 
 

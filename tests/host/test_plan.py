@@ -101,9 +101,7 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     assert rows["lm_head"]["shards"] == rows["sample"]["shards"] == "1"
     gigabytes = float(re.search(r"([\d.]+) GB a token", out)[1])
     assert gigabytes * int(gpus) >= matrix_bytes(spec) / 1e9 - 0.002
-    bandwidth, rate = re.search(
-        r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out
-    ).groups()
+    bandwidth, rate = re.search(r"([\d.]+) TB/s \(datasheet\) allow ([\d,]+) tokens/s", out).groups()
     tokens = float(bandwidth) * 1e3 / gigabytes
     assert float(bandwidth) == pytest.approx(find_gpu(device).bandwidth / 1e12, abs=0.005)
     assert int(rate.replace(",", "")) == pytest.approx(tokens, rel=5e-3, abs=0.5)
@@ -111,9 +109,7 @@ def test_every_shape_has_a_plan(plan, shape, gpus, device):
     microseconds = sum(float(row["roofline us"]) for row in rows.values() if "roofline us" in row)
     whole = gigabytes * 1e3 / float(bandwidth)
     assert microseconds == pytest.approx(whole, rel=2e-2, abs=0.5)
-    assert int(re.search(r"tokens/s: (\d+) us a token", out)[1]) == pytest.approx(
-        whole, rel=5e-3, abs=0.6
-    )
+    assert int(re.search(r"tokens/s: (\d+) us a token", out)[1]) == pytest.approx(whole, rel=5e-3, abs=0.6)
     copies = max(1, int(gpus) // kv_heads) if spec.num_lanes == 1 else 1
     assert f"{spec.kv_bytes_per_position * copies:,} bytes of KV cache" in out
     assert (f"each KV head on {copies} GPUs" in out) == (copies > 1)
@@ -144,9 +140,7 @@ def test_the_hip_plan_is_its_lowering(plan):
     code, out, err = plan("--shape", "laneformer-2b", "--device", "mi300x", "--backend", "hip")
     rows = table(out)
     assert (code, err) == (0, "") and "on 1 x mi300x, one token" in out
-    assert (
-        "304 CUs on 8 XCDs; weights go straight to registers, 8192 bytes of a block at once" in out
-    )
+    assert "304 CUs on 8 XCDs; weights go straight to registers, 8192 bytes of a block at once" in out
     assert rows["qkv_proj"]["blocks"] == "32" and rows["lm_head"]["blocks"] == "256"
     warps = [row["warps K x rows"] for row in rows.values() if "warps K x rows" in row]
     assert len(warps) == 5 and all(k * by == WARPS for k, by in map(split_warps, warps))
@@ -154,9 +148,7 @@ def test_the_hip_plan_is_its_lowering(plan):
     assert read == pytest.approx(matrix_bytes(named_shape("laneformer-2b")) / 1e6, abs=0.3)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "first"), [("2", "blocks 0 to 31, lane 0\n"), ("8", "blocks 0 to 31, KV head 0\n")]
-)
+@pytest.mark.parametrize(("gpus", "first"), [("2", "blocks 0 to 31, lane 0\n"), ("8", "blocks 0 to 31, KV head 0\n")])
 def test_the_hip_plan_of_several_gpus_places_the_blocks_of_one(plan, gpus, first):
     words = ["--shape", "laneformer-2b", "--device", "mi300x", "--backend", "hip", "--gpus", gpus]
     code, out, err = plan(*words)

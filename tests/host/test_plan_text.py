@@ -34,9 +34,7 @@ def test_a_plan_is_shown_word_by_word(words, capsys, monkeypatch):
 def test_what_plan_does_not_take(words, said, capsys):
     with pytest.raises(SystemExit) as exit:
         plan.main(words.split())
-    shown = capsys.readouterr().err.replace(
-        "(choose from 'bf16', 'fp16')", "(choose from bf16, fp16)"
-    )
+    shown = capsys.readouterr().err.replace("(choose from 'bf16', 'fp16')", "(choose from bf16, fp16)")
     shown = shown.replace("'cuda', 'hip', 'triton')", "cuda, hip, triton)")
     assert exit.value.code == 2 and shown == f"error: {said} (see kog plan --help)\n"
 

@@ -46,9 +46,7 @@ def test_values_are_those_of_transformers(trained, length):
             assert candidates[t].rank == rank
         for t, candidate in candidates.items():
             assert candidate.logprob == pytest.approx(row[t], abs=2e-3)
-            assert candidate.decoded_token == trained.tokenizer.decode(
-                [t], skip_special_tokens=False
-            )
+            assert candidate.decoded_token == trained.tokenizer.decode([t], skip_special_tokens=False)
 
 
 def test_the_prompt_is_run_once_and_the_answer_is_the_same(trained, monkeypatch):

@@ -38,9 +38,7 @@ def late_lanes(which, delay):
     """Two lanes whose attention adds what the other sent `delay` layers ago, in all layers but the first ones."""
     reduces = (OWN,) * delay + (DELAYED,) * 2
     own = (OWN,) * len(reduces)
-    spec = mixed_lanes(
-        Head.MEAN, num_layers=len(reduces), delay=delay, reduce_attention=reduces, reduce_mlp=own
-    )
+    spec = mixed_lanes(Head.MEAN, num_layers=len(reduces), delay=delay, reduce_attention=reduces, reduce_mlp=own)
     return replace(kernel_of(spec, which), lanes=2)
 
 
@@ -206,9 +204,7 @@ def test_fences_of_the_declarations_are_needed(name):
 def test_rows_of_all_lanes_are_waited_for():
     """The machine itself: a reader OWN of another lane, and not of its own."""
     kernel = late_lanes("decode", 1)
-    waits = [
-        op for op in programs_of(kernel, ("attention_out_delayed",), 1, 1)[0] if op.kind == "wait"
-    ]
+    waits = [op for op in programs_of(kernel, ("attention_out_delayed",), 1, 1)[0] if op.kind == "wait"]
     assert {op.word[2] for op in waits} == {1}
     assert kernel.exchange("attention_out_delayed").readers[0].of is Of.OWN
 
@@ -306,9 +302,7 @@ def collective_kernel(policy, ranks, delay=0, chosen=False, uses=6):
             Reader("send", layers=tuple(range(delay)), delay=delay - uses, tokens=1),
         )
     buffers = policy.buffers * max(1, delay)
-    exchanges = (
-        Exchange("sums", "send", readers, 1, ranks, buffers, policy.mark, scope=Scope.ALL),
-    )
+    exchanges = (Exchange("sums", "send", readers, 1, ranks, buffers, policy.mark, scope=Scope.ALL),)
     if chosen:
         steps += ("choose", "take")
         one = {"mark": Mark.NUMBER, "who": Who.ONE, "scope": Scope.ALL}

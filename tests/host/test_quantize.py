@@ -61,9 +61,7 @@ def groups_of(w, how):
     """[row groups, group rows, column groups, group columns], padded with zeros."""
     down, across = how.grid(*w.shape)
     high, wide = how.group_rows or w.shape[0], how.group_cols or w.shape[1]
-    padded = torch.nn.functional.pad(
-        w, (0, across * wide - w.shape[1], 0, down * high - w.shape[0])
-    )
+    padded = torch.nn.functional.pad(w, (0, across * wide - w.shape[1], 0, down * high - w.shape[0]))
     return padded.reshape(down, high, across, wide)
 
 
@@ -202,9 +200,7 @@ def test_from_a_gguf_file(tmp_path, capsys):
     assert after.config["architectures"] == ["LlamaForCausalLM"]
     assert after.eos_token_ids == before.eos_token_ids
     for name in ("layers.0.q_proj", "layers.1.down_proj"):
-        assert (before.load(name) - after.load(name)).abs().max() <= before.load(
-            name
-        ).abs().max() / 120
+        assert (before.load(name) - after.load(name)).abs().max() <= before.load(name).abs().max() / 120
     assert torch.equal(after.load("embed"), before.load("embed").half())
     ours = Tokenizer.load(tmp_path / "out")
     said = [{"role": "user", "content": "Hi <|im_end|>"}]
@@ -246,9 +242,7 @@ def test_a_model_of_lanes(tmp_path, capsys):
 def test_a_group_that_does_not_divide_is_refused(source, name, message, tmp_path):
     folder = checkpoint_path()
     if source == "model":
-        folder = tiny.save_hf(
-            tiny.hf_model("llama", hidden_size=96, num_attention_heads=4), tmp_path / "a"
-        )
+        folder = tiny.save_hf(tiny.hf_model("llama", hidden_size=96, num_attention_heads=4), tmp_path / "a")
     with pytest.raises(ModelError, match=message):
         quantize_checkpoint(folder, tmp_path / "out", name)
     assert not (tmp_path / "out").exists()
@@ -261,9 +255,7 @@ def test_a_folder_that_is_there_is_left_alone(model, tmp_path, capsys):
     argv = ["quantize", "--model", str(model), "--out", str(tmp_path), "--format", "int4-g32"]
     assert kog.main(argv) == 2 and "not there yet" in capsys.readouterr().err
     argv[4] = "/proc/foo"
-    assert (
-        kog.main(argv) == 2 and "/proc/foo: it cannot be created there: " in capsys.readouterr().err
-    )
+    assert kog.main(argv) == 2 and "/proc/foo: it cannot be created there: " in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 

@@ -43,8 +43,7 @@ class Together:
             self.results[i] = function(argument)
 
         self._threads = [
-            threading.Thread(target=call, args=(i, argument), daemon=True)
-            for i, argument in enumerate(arguments)
+            threading.Thread(target=call, args=(i, argument), daemon=True) for i, argument in enumerate(arguments)
         ]
         for thread in self._threads:
             thread.start()
@@ -298,9 +297,7 @@ def test_closing_ends_who_waits(folder):
     assert all("the engine was closed" in said for said in [*readers.join(), text_of(streams[0])])
 
 
-@pytest.mark.parametrize(
-    ("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")]
-)
+@pytest.mark.parametrize(("word", "says"), [("crash", "RuntimeError: the device is gone"), ("leave", "did not finish")])
 def test_who_waits_is_served_after_a_backend_that_failed(folder, llm, word, says):
     with llm.engine.paused():  # all are there before one of them runs
         failing = [llm.stream(f"{word} a", GREEDY), llm.stream("slow neighbour", ENDLESS)]
@@ -334,9 +331,7 @@ def test_a_listener_that_raises_harms_no_other_request(folder, caplog, last):
     assert "of the listener" in caplog.text
 
 
-def test_a_thread_that_cannot_start_is_an_error_and_leaves_the_slot_free(
-    folder, narrow, monkeypatch
-):
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_the_slot_free(folder, narrow, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
@@ -426,11 +421,7 @@ def test_in_a_forked_process_each_use_says_so_and_none_waits(llm):
                 except RunError as error:
                     said.append(str(error))
             llm.close()
-            os._exit(
-                said
-                != ["the LLM was opened before this process was forked: open one in this process"]
-                * 5
-            )
+            os._exit(said != ["the LLM was opened before this process was forked: open one in this process"] * 5)
     stream.close()
     assert llm.generate("say:x", GREEDY)[0].outputs[0].text == "x"
 

@@ -86,9 +86,7 @@ def test_lanes_leave_the_bits_that_they_leave_on_one_gpu(ranks):
 
 def test_ranks_of_a_plain_model_keep_equal_streams():
     streams = [torch.zeros(1, SPECS["biases"].hidden_size) for _ in range(2)]
-    run = rank_prefill_of("biases", 2, BF16).begin(
-        tokens_of(20), 0, empty_caches("biases", 2, BF16), streams
-    )
+    run = rank_prefill_of("biases", 2, BF16).begin(tokens_of(20), 0, empty_caches("biases", 2, BF16), streams)
     run.advance(math.inf)
     assert torch.equal(*streams) and streams[0].any()
 
@@ -209,9 +207,7 @@ def test_what_does_not_fit_is_refused():
         ours.begin([1], 0, [caches[0], caches[1][:, :, :1, :, :, :4]])
 
 
-@pytest.mark.parametrize(
-    ("first", "count"), [(0, 1), (0, 7), (0, 8), (5, 2), (5, 3), (6, 30), (14, 7)]
-)
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 7), (0, 8), (5, 2), (5, 3), (6, 30), (14, 7)])
 def test_passes_end_at_multiples_of_a_chunk(first, count):
     parts = chunks_of(first, count, 7)
     assert [i for part in parts for i in range(count)[part]] == list(range(count))

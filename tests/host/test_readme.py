@@ -33,9 +33,7 @@ def test_it_is_short():
 def test_the_size_of_the_default_install_is_one_line_with_the_way_to_a_smaller_one():
     """torch's own page is named, no place from which packages come."""
     assert re.search(r"^The default install takes about [\d.]+ GB", README, re.MULTILINE)
-    assert re.findall(r"https?://[^\s)>\"]+", README) == [
-        "https://pytorch.org/get-started/locally/"
-    ]
+    assert re.findall(r"https?://[^\s)>\"]+", README) == ["https://pytorch.org/get-started/locally/"]
 
 
 def test_the_plan_is_what_plan_prints(capsys):
@@ -113,9 +111,7 @@ def test_what_is_installed_exists():
     for words in installs:
         assert (ROOT / words[words.index("-c") + 1]).is_file()
         names = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[words.index("-e") + 1])
-        assert names and set((names[1] or "test").split(",")) <= set(
-            extras["optional-dependencies"]
-        )
+        assert names and set((names[1] or "test").split(",")) <= set(extras["optional-dependencies"])
     for words in shell_lines():
         if words[0] == "python" and words[1].endswith(".py"):
             assert (ROOT / words[1]).is_file()

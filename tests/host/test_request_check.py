@@ -92,9 +92,7 @@ KERNELS = {
 }
 WRONG = {
     "a token": lambda step: step._replace(token=(step.token + 1) % SPEC.vocab_size),
-    "log-probabilities": lambda step: step._replace(
-        top=tuple((i, logprob + 0.9) for i, logprob in step.top)
-    ),
+    "log-probabilities": lambda step: step._replace(top=tuple((i, logprob + 0.9) for i, logprob in step.top)),
     "its own": lambda step: step._replace(logprob=step.logprob - 8),
     "another's": lambda step: step._replace(top=tuple((i ^ 1, told) for i, told in step.top)),
     "the best": lambda step: step._replace(top=tuple((step.token, step.logprob) for _ in step.top)),
@@ -124,9 +122,7 @@ def test_a_kernel_that_is_wrong_is_named(kernel, wrong):
 @pytest.mark.parametrize("wrong", NONE)
 def test_what_is_no_answer_is_refused_too(wrong):
     of = backend(damage=lambda requests, index, step: NONE[wrong](step) if index == 3 else step)
-    assert re.search(
-        r"computes wrong on .* \((token -?\d+ is none of \d+|19 log-pr.* of 20)\)", told(of)
-    )
+    assert re.search(r"computes wrong on .* \((token -?\d+ is none of \d+|19 log-pr.* of 20)\)", told(of))
 
 
 def test_a_kernel_that_fails_is_named():
@@ -150,9 +146,7 @@ def test_what_16_bits_cost_is_not_wrong():
     assert OFF > 0.034 and check_requests(backend(damage=rounded), SPEC, "here", num_slots=4)
 
 
-@pytest.mark.parametrize(
-    "params", [GREEDY, sampled({"top_k": 300, "top_p": 0.3})], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("params", [GREEDY, sampled({"top_k": 300, "top_p": 0.3})], ids=["greedy", "sampled"])
 def test_a_token_that_is_nearly_as_good_is_right(params):
     params, row = replace(params, seed=7), np.linspace(0, 20, 64, dtype=np.float32)
     history = History((3,))

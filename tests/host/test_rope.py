@@ -21,8 +21,7 @@ CASES = {
     ),
     "llama3": (
         Rope(5e5, RopeScaling.LLAMA3, original_context=8192, **LLAMA3),
-        {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
-        | LLAMA3,
+        {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192} | LLAMA3,
     ),
     "yarn": (
         Rope(1e6, RopeScaling.YARN, 4.0, 512, attention_factor=0.1 * math.log(4) + 1),

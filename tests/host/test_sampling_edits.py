@@ -56,9 +56,7 @@ def test_min_tokens_hides_every_end():
 
 def test_bad_words_of_one_and_of_several_tokens():
     encode = {"x": [3], " x": [3], "y z": [1, 2, 4], " y z": [1, 2, 4]}
-    params = SamplingParams(temperature=0, bad_words=["x", "y z"]).resolve(
-        6, (), encode.__getitem__
-    )
+    params = SamplingParams(temperature=0, bad_words=["x", "y z"]).resolve(6, (), encode.__getitem__)
     logits = np.array([0, 1, 2, 9, 5, 4], np.float32)
 
     def after(prompt, output):
@@ -86,9 +84,7 @@ def test_repetition_penalty_equals_transformers(penalty):
     ids = torch.tensor([[*prompt, 7, 1]])
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
     expected = processors(ids, torch.from_numpy(logits)[None])[0].numpy()
-    assert (
-        adjust(logits, params_of(repetition_penalty=penalty), history).tolist() == expected.tolist()
-    )
+    assert adjust(logits, params_of(repetition_penalty=penalty), history).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])

@@ -69,9 +69,7 @@ def edge_words() -> np.ndarray:
 def exact_noise(words: np.ndarray) -> np.ndarray:
     """log2(-log2 U) in float64; log1p keeps U near 1 exact."""
     r = words.astype(np.float64)
-    minus_ln = np.where(
-        r < 2.0**31, -np.log((r + 0.5) / 2**32), -np.log1p(-(2**32 - r - 0.5) / 2**32)
-    )
+    minus_ln = np.where(r < 2.0**31, -np.log((r + 0.5) / 2**32), -np.log1p(-(2**32 - r - 0.5) / 2**32))
     return np.log2(minus_ln) + math.log2(math.log2(math.e))
 
 

@@ -110,9 +110,7 @@ def test_structured_outputs_need_the_end_of_text():
 
 
 def test_values_are_normalized():
-    params = SamplingParams(
-        stop="end", stop_token_ids=[5, 3, 5], logit_bias={"7": 2}, allowed_token_ids={4, 1}
-    )
+    params = SamplingParams(stop="end", stop_token_ids=[5, 3, 5], logit_bias={"7": 2}, allowed_token_ids={4, 1})
     assert params.stop == ("end",)
     assert params.stop_token_ids == (3, 5)
     assert params.logit_bias == {7: 2.0}
@@ -191,9 +189,7 @@ def test_bad_words_are_vllms_variants_and_only_what_the_model_can_say():
     assert banned("b") == ()  # the tokenizer has ids that the model has not
 
 
-@pytest.mark.parametrize(
-    "given", [{"logit_bias": {10: 1}}, {"stop_token_ids": [10]}, {"allowed_token_ids": [3, 10]}]
-)
+@pytest.mark.parametrize("given", [{"logit_bias": {10: 1}}, {"stop_token_ids": [10]}, {"allowed_token_ids": [3, 10]}])
 def test_resolve_refuses_ids_outside_the_vocabulary(given):
     said = rf"^{next(iter(given))}( token id)? is 10: it must be from 0 to 9"
     with pytest.raises(RequestError, match=said):

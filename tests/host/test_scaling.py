@@ -39,9 +39,7 @@ def misses(shapes, gpus=(1, 2), **fitted):
 
 def kept_rows():
     """benchmarks/scaling.py, and rows of all kept records of two GPUs."""
-    spec = importlib.util.spec_from_file_location(
-        "scaling_records", ROOT / "benchmarks" / "scaling.py"
-    )
+    spec = importlib.util.spec_from_file_location("scaling_records", ROOT / "benchmarks" / "scaling.py")
     records = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = records  # where dataclass looks for it
     spec.loader.exec_module(records)
@@ -68,9 +66,7 @@ def test_shapes_that_were_not_fitted_are_within_a_tenth():
     assert not set(TESTED) & set(scaling.FITTED)
     assert len(misses(TESTED)) == 5 and max(map(abs, misses(TESTED))) < 0.1
     every = misses({row.shape for row in scaling.MEASURED}, gpus=(1, 2, 4))
-    four = dict(
-        zip((row.shape for row in scaling.MEASURED if row.gpus == 4), every[-4:], strict=True)
-    )
+    four = dict(zip((row.shape for row in scaling.MEASURED if row.gpus == 4), every[-4:], strict=True))
     assert [name for name, miss in four.items() if abs(miss) >= 0.1] == ["laneformer-2b"]
     assert scaling.WORST_MISS - 0.005 < max(map(abs, every)) <= scaling.WORST_MISS
     assert max(row.gpus for row in scaling.MEASURED) == scaling.MOST_MEASURED
@@ -106,9 +102,7 @@ def test_exchanges_are_counted():
 
 def test_the_page_has_what_the_formula_says():
     number = r"([\d,.]+)"
-    rows = re.findall(
-        rf"^\| ([\w.-]+) \| (\d) \| {number} \| {number} \| (\S+)% \| (\w+) \|$", PAGE, re.MULTILINE
-    )
+    rows = re.findall(rf"^\| ([\w.-]+) \| (\d) \| {number} \| {number} \| (\S+)% \| (\w+) \|$", PAGE, re.MULTILINE)
     assert len(rows) == len(scaling.MEASURED)
     for row, found in zip(rows, scaling.MEASURED, strict=True):
         says = said(found)
@@ -119,13 +113,9 @@ def test_the_page_has_what_the_formula_says():
             f"{found.rate:,.{digits}f}",
             f"{says:,.{digits}f}",
             f"{100 * (says / found.rate - 1):+.1f}",
-            "fitted"
-            if found.shape in scaling.FITTED and found.gpus <= scaling.FITTED_GPUS
-            else "tested",
+            "fitted" if found.shape in scaling.FITTED and found.gpus <= scaling.FITTED_GPUS else "tested",
         )
-    others = re.findall(
-        rf"^\| ([\w.-]+) \| {number} \| {number} \| {number} \|$", PAGE, re.MULTILINE
-    )
+    others = re.findall(rf"^\| ([\w.-]+) \| {number} \| {number} \| {number} \|$", PAGE, re.MULTILINE)
     assert len(others) == 6
     for shape, *rates in others:
         assert rates == [f"{rate(shape, gpus):,.0f}" for gpus in (2, 4, 8)], shape

@@ -196,9 +196,7 @@ def test_a_gpu_is_found_by_its_short_and_its_driver_name():
     assert find_gpu("H200") is GPUS["h200"]
     assert find_gpu("NVIDIA H200") is GPUS["h200"]
     assert find_gpu("AMD Instinct MI300X OAM") is GPUS["mi300x"]
-    assert (
-        find_gpu("NVIDIA H20") is GPUS["h20"] and find_gpu("NVIDIA H100 PCIe") is GPUS["h100-pcie"]
-    )
+    assert find_gpu("NVIDIA H20") is GPUS["h20"] and find_gpu("NVIDIA H100 PCIe") is GPUS["h100-pcie"]
     for name in ("", "NVIDIA", "h2000", "NVIDIA H2000", "NVIDIA GeForce RTX 4090"):
         with pytest.raises(DeviceError, match="have h200, h100"):
             find_gpu(name)

@@ -208,9 +208,7 @@ def test_a_slice_that_never_ends_is_waited_for_no_longer_than_a_silent_kernel(mo
     monkeypatch.setattr(Timed, "_reached", lambda self, mark: False)
     run = Timed(Device(), [(1.0, 1.0)] * 4, Rate())
     assert not run.advance(0)
-    with pytest.raises(
-        Stalled, match="has not finished a slice of a prompt in 0 s: open a new LLM"
-    ):
+    with pytest.raises(Stalled, match="has not finished a slice of a prompt in 0 s: open a new LLM"):
         run.advance(0)
 
 
@@ -234,9 +232,7 @@ def pieces_of(layers, token_s, key_s, count=30000, chunk=2048, wrong=1.0):
         seen = [(keys / calls, 1e9 * wrong * keys / calls, "attention")] * calls
         kinds = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         factors = (wrong, 1.0, 1.0, 1 / wrong)
-        qkv, *rest = [
-            (s, 1e9 * s * f, kind) for s, f, kind in zip(products, factors, kinds, strict=True)
-        ]
+        qkv, *rest = [(s, 1e9 * s * f, kind) for s, f, kind in zip(products, factors, kinds, strict=True)]
         out += [qkv, *seen, *rest] * layers
     return out
 

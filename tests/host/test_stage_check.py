@@ -88,9 +88,7 @@ def test_a_wrong_stage_is_named_and_everything_closed(stage, layer, name, damage
     with pytest.raises(DeviceError) as told:
         check_stages(wrong, small_model(PLAIN), "rtx-5090")
     said = str(told.value)
-    assert said.startswith(
-        f"backend reference computes {stage} wrong on rtx-5090 ({name} is off by"
-    )
+    assert said.startswith(f"backend reference computes {stage} wrong on rtx-5090 ({name} is off by")
     assert f"in layer {layer}" in said and "\n" not in said
     assert wrong.ran[-1] == ("closed", 0)
 

@@ -15,9 +15,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=None)
 BODY = '{"name": "f", "arguments": {"x": "é"}}'
 CALL = ToolCall("f", '{"x": "é"}')
 SIZES = st.lists(st.integers(1, 9), max_size=30)
-examples = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +107,7 @@ def test_tool_calls_do_not_depend_on_how_steps_arrive(llm, parts, sizes):
 
 def test_neighbors_do_not_change_a_request():
     """On a real model: the same request alone, and beside three others that come and go."""
-    params = SamplingParams(
-        seed=7, temperature=0.8, top_p=0.95, repetition_penalty=1.1, max_tokens=24, logprobs=2
-    )
+    params = SamplingParams(seed=7, temperature=0.8, top_p=0.95, repetition_penalty=1.1, max_tokens=24, logprobs=2)
     others = [
         SamplingParams(seed=1, temperature=1.3, max_tokens=9),
         SamplingParams(temperature=0, max_tokens=31, presence_penalty=1.0),

@@ -25,9 +25,7 @@ def ours(template: str, kind: str = "byte_level") -> Tokenizer:
 
 
 def theirs(template: str, kind: str = "byte_level") -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=make_tokenizer(kind), chat_template=template, **NAMED
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(kind), chat_template=template, **NAMED)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama_bpe"])
@@ -68,9 +66,7 @@ def test_every_case_of_a_conversation_and_of_a_template_is_another():
 
 
 def test_reasoning_is_found_under_any_name_and_the_first_name_wins():
-    template = ours(
-        "{% for m in messages %}{{ m.reasoning_content }}/{{ m.thinking }};{% endfor %}"
-    )
+    template = ours("{% for m in messages %}{{ m.reasoning_content }}/{{ m.thinking }};{% endfor %}")
     names = ("reasoning_content", "thinking", "reasoning")
     said = [{"role": "assistant", name: name} for name in names]
     assert template.render_chat(said) == "".join(f"{name}/{name};" for name in names)
@@ -151,10 +147,7 @@ def test_pieces_that_only_meet_in_the_template_stay_text():
         ("[{{ messages[0].content }}", "INST]"),
     ]:
         tokenizer = ours(template)
-        assert (
-            special_ids(tokenizer, tokenizer.encode_chat([{"role": "user", "content": content}]))
-            == []
-        )
+        assert special_ids(tokenizer, tokenizer.encode_chat([{"role": "user", "content": content}])) == []
     # the template may build its own tokens of a role
     tokenizer = ours("{{ '<|' + messages[0].role + '|>' }}")
     user = tokenizer._backend.token_to_id("<|user|>")
@@ -205,9 +198,7 @@ def test_the_librarys_own_guard_would_let_special_tokens_through():
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    parts=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "im_end", "|>", " ", "a"]), max_size=8)
-)
+@given(parts=st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "im_end", "|>", " ", "a"]), max_size=8))
 def test_no_mixture_of_special_text_gets_through(parts):
     tokenizer = ours(TEMPLATES["chatml"])
     harmless = tokenizer.encode_chat([{"role": "user", "content": "a"}])
@@ -320,9 +311,7 @@ def test_what_a_template_may_not_do(source):
 
 
 def test_long_conversations_are_within_the_limits():
-    messages = [
-        {"role": ["user", "assistant"][i % 2], "content": "word " * 400} for i in range(2000)
-    ]
+    messages = [{"role": ["user", "assistant"][i % 2], "content": "word " * 400} for i in range(2000)]
     text = ours(TEMPLATES["chatml"]).render_chat(messages)
     assert text.count("<|im_end|>") == 2001
 
@@ -363,9 +352,7 @@ def test_what_continues_the_last_message(source, content, text, error):
         with pytest.raises(RequestError, match=error):
             _with_cut_and_off(source, messages)
         return
-    assert _with_cut_and_off(source, messages[-1:]) == (
-        text if "trim" not in source else text.lstrip()
-    )
+    assert _with_cut_and_off(source, messages[-1:]) == (text if "trim" not in source else text.lstrip())
 
 
 def _with_cut_and_off(source, messages):

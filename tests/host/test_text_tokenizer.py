@@ -35,9 +35,7 @@ def test_encode_and_decode_equal_transformers(kind, tmp_path):
             ids = ours.encode(text, add_special_tokens=special)
             assert ids == theirs(text, add_special_tokens=special).input_ids
             for skip in (True, False):
-                expected = theirs.decode(
-                    ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
-                )
+                expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
                 assert ours.decode(ids, skip_special_tokens=skip) == expected
 
 
@@ -107,9 +105,7 @@ def test_truncation_and_padding_are_not_for_prompts(tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json"])
 def test_other_formats_are_refused_with_advice(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(
-        ModelError, match=rf"tokenizer.json does not exist and {name} is not read.*save"
-    ):
+    with pytest.raises(ModelError, match=rf"tokenizer.json does not exist and {name} is not read.*save"):
         Tokenizer.load(tmp_path)
 
 
@@ -126,9 +122,7 @@ except ModelError as error:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-@pytest.mark.parametrize(
-    ("second", "said"), [("##b", "[2]"), ("b", "merge 0 continues a piece with 'b'")]
-)
+@pytest.mark.parametrize(("second", "said"), [("##b", "[2]"), ("b", "merge 0 continues a piece with 'b'")])
 def test_a_merge_without_the_models_prefix_is_refused(second, said, as_text, tmp_path):
     """In a process of its own: the library ends it."""
     vocab = {"a": 0, second: 1, "ab": 2}

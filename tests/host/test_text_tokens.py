@@ -21,13 +21,9 @@ def opened(folder, backend, **config):
 def pieces(folder, byte_fallback=True):
     """Of a vocabulary of pieces, with bytes to fall back to."""
     vocab = {"<unk>": 0, "<0x41>": 1, "\u2581a": 2, "<0xC3>": 3, "<0xZZ>": 4, "b": 5}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab, [], unk_token="<unk>", byte_fallback=byte_fallback)
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=byte_fallback))
     steps = [decoders.Replace("\u2581", " "), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), *steps] if byte_fallback else steps
-    )
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), *steps] if byte_fallback else steps)
     return opened(folder, backend)
 
 
@@ -142,14 +138,10 @@ def test_what_transformers_does_besides_is_refused(tmp_path):
         with pytest.raises(RequestError, match=f"leave out {name}"):
             ours.apply_chat_template(said, **{name: 1})
         assert ours.apply_chat_template(said, **{name: None}, tokenize=False) == "ab"
-    with pytest.raises(
-        RequestError, match="continue_final_message needs add_generation_prompt=False"
-    ):
+    with pytest.raises(RequestError, match="continue_final_message needs add_generation_prompt=False"):
         ours.render_chat(said, continue_final_message=True)
     answer = [*said, {"role": "assistant", "content": "c"}]
-    assert (
-        ours.render_chat(answer, continue_final_message=True, add_generation_prompt=False) == "abc"
-    )
+    assert ours.render_chat(answer, continue_final_message=True, add_generation_prompt=False) == "abc"
     assert ours.render_chat(said, chat_template="x{{ messages[0].content }}") == "xab"
     with pytest.raises(RequestError):
         ours.encode_chat([{"role": "user", "content": "a" * 500}], 10)
@@ -185,19 +177,11 @@ def rendered(source, **values):
 
 def test_what_templates_of_transformers_have():
     assert rendered("{{ a | tojson }}", a={"b": "é", "a": 1}) == '{"b": "é", "a": 1}'
-    assert (
-        rendered("{{ a | tojson(indent=1, sort_keys=true) }}", a={"b": 1, "a": 2})
-        == '{\n "a": 2,\n "b": 1\n}'
-    )
+    assert rendered("{{ a | tojson(indent=1, sort_keys=true) }}", a={"b": 1, "a": 2}) == '{\n "a": 2,\n "b": 1\n}'
     assert rendered("{{ a | tojson(ensure_ascii=true) }}", a="é") == '"\\u00e9"'
     assert rendered("{{ a | tojson(separators=(',', ':')) }}", a=[1, {"b": 2}]) == '[1,{"b":2}]'
     assert rendered("x{% generation %}a{{ b }}{% endgeneration %}y", b=1) == "xa1y"
-    assert (
-        rendered(
-            "{% for i in a %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", a=[1, 2, 3]
-        )
-        == "1"
-    )
+    assert rendered("{% for i in a %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", a=[1, 2, 3]) == "1"
     # blocks leave no line and no space of theirs behind
     assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
     assert len(rendered("{{ strftime_now('%Y') }}")) == 4

@@ -108,9 +108,7 @@ def test_tiles_hold_the_checkpoints_values(case):
         near = 1e-5 * np.abs(want).max() if how.offset is Offset.MINIMUM else 0
         assert np.abs(got[: t.rows, : t.cols] - want).max() <= near, stage.name
         half = torch.from_numpy(got[: t.rows, : t.cols]).to(torch.bfloat16)
-        unpacked = unpack_narrow_tiles(
-            t, warps, tiles.group, torch.from_numpy(packed), torch.bfloat16
-        )
+        unpacked = unpack_narrow_tiles(t, warps, tiles.group, torch.from_numpy(packed), torch.bfloat16)
         assert torch.equal(unpacked[0], half), stage.name
         assert not got[t.rows :].any() and not got[:, t.cols :].any()
 

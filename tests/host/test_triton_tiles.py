@@ -19,9 +19,7 @@ def test_every_tile_is_asked_for_once_in_the_order_in_which_it_is_multiplied(sha
             asked += [(of, first + i) for i in range(count)]
             assert next_layer == (of == 0 and index >= 3)
         following = (index + 1) % 4 if index < 4 else 0
-        held = stage.asked_before(
-            0
-        )  # what of it was not asked for is, as the stage begins (matvec.rowwise)
+        held = stage.asked_before(0)  # what of it was not asked for is, as the stage begins (matvec.rowwise)
         assert stage.ahead <= held and (stage.ahead == held or index == 4)
         own = [(index, tile) for tile in range(held, stage.tiles)]
         assert asked == own + [(following, i) for i in range(tiles.stages[following].ahead)]
@@ -109,8 +107,7 @@ def test_a_width_that_is_no_power_of_two_costs_its_bytes(shape):
 
 def test_small_tiles_are_asked_for_several_at_a_time_and_large_ones_alone():
     ahead = {
-        n: [s.ahead for s in lower_tiles(build(named_shape(n)), 128, 4096).stages]
-        for n in ("llama-3.2-1b", "qwen3-4b")
+        n: [s.ahead for s in lower_tiles(build(named_shape(n)), 128, 4096).stages] for n in ("llama-3.2-1b", "qwen3-4b")
     }
     assert ahead == {"llama-3.2-1b": [1, 1, 1, 1, 1], "qwen3-4b": [2, 4, 4, 5, 2]}
 
@@ -119,8 +116,7 @@ def test_layers_whose_matrices_are_nearly_a_tile_have_half_tiles():
     """Of a model whose blocks read 60 KB of a matrix; not of one with 37, 56 and more zeros then, or 232."""
     largest = {
         name: max(
-            s.tile_rows * max(s.widths) * 4 // 1024
-            for s in lower_tiles(build(named_shape(name)), 128, 4096).stages
+            s.tile_rows * max(s.widths) * 4 // 1024 for s in lower_tiles(build(named_shape(name)), 128, 4096).stages
         )
         for name in ("qwen3-0.6b", "llama-3.2-1b")
     }

@@ -43,9 +43,7 @@ def dealt(stage, shards):
     return np.stack([gate, up], 2).reshape(shards.shape)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_blocks"), [(n, b) for n in TINY for b in (0, 5)] + [(n, 0) for n in REAL]
-)
+@pytest.mark.parametrize(("name", "num_blocks"), [(n, b) for n in TINY for b in (0, 5)] + [(n, 0) for n in REAL])
 def test_cuda_matrices_come_out_as_they_went_in(name, num_blocks):
     schedule = schedule_of(name)
     lowering = lower(schedule, find_gpu("h200"), num_blocks * schedule.num_shards)
@@ -73,9 +71,7 @@ def test_cuda_matrices_come_out_as_they_went_in(name, num_blocks):
             assert np.array_equal(got, kept[stage.name, layer]), (stage.name, layer)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"intermediate_size": 48}, {"hidden_size": 352, "intermediate_size": 1056}]
-)
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 48}, {"hidden_size": 352, "intermediate_size": 1056}])
 @pytest.mark.parametrize("name", ["llama", "lanes at once"])
 def test_triton_matrices_come_out_as_they_went_in(name, sizes, monkeypatch):
     """Also rows in tiles of several widths."""
@@ -86,6 +82,4 @@ def test_triton_matrices_come_out_as_they_went_in(name, sizes, monkeypatch):
     for stage, tiling in zip(layer_matrices(schedule), tiles.stages, strict=False):
         shards = random_shards(schedule, stage, 0)
         packed = pack_tiles(stage, tiling, tiles.group, shards)
-        assert np.array_equal(
-            unpack_tiles(stage, tiling, tiles.group, packed), dealt(stage, shards)
-        ), stage.name
+        assert np.array_equal(unpack_tiles(stage, tiling, tiles.group, packed), dealt(stage, shards)), stage.name

@@ -39,13 +39,9 @@ def test_a_last_message_is_continued_as_transformers_does(llm):
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>\n{% endfor %}",
     )
     parts = [{"role": "assistant", "content": [{"type": "text", "text": "<end> it is "}]}]
-    of_parts = (
-        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<end>{% endfor %}"
-    )
+    of_parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<end>{% endfor %}"
     for talk, template in [*itertools.product([TALK], templates), (parts, of_parts)]:
-        (want,), _ = render_jinja_template(
-            [talk], chat_template=template, continue_final_message=True
-        )
+        (want,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True)
         how = {"chat_template": template, "continue_final_message": True}
         prompt = llm.chat_prompt(talk, add_generation_prompt=False, **how)
         assert prompt["prompt"] == want
@@ -93,16 +89,12 @@ def test_a_part_that_is_no_text_is_refused(llm):
     image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     talk = [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]}]
     for template in (JOINS, LOOPS):  # the second would leave it out
-        with pytest.raises(
-            RequestError, match=r"messages\[0\].content has a part of type 'image_url'"
-        ):
+        with pytest.raises(RequestError, match=r"messages\[0\].content has a part of type 'image_url'"):
             llm.chat(talk, GREEDY, chat_template=template)
     for part in (5, {"type": "refusal", "refusal": "no"}):
         with pytest.raises(RequestError, match="the chat template reads text alone"):
             llm.chat([{"role": "user", "content": [part]}], GREEDY, chat_template=JOINS)
-    with pytest.raises(
-        RequestError, match="chat_template_content_format is 'x': it must be one of"
-    ):
+    with pytest.raises(RequestError, match="chat_template_content_format is 'x': it must be one of"):
         llm.chat(talk, GREEDY, chat_template_content_format="x")
 
 
@@ -111,6 +103,4 @@ def test_what_transformers_does_besides_a_template_is_refused(llm):
     for name in ("return_tensors", "return_dict", "padding", "truncation", "max_length"):
         with pytest.raises(RequestError, match=f"gives a list of ids: leave out {name}"):
             tokenizer.apply_chat_template(TALK, **{name: "pt"})
-        assert tokenizer.apply_chat_template(TALK, **{name: None}) == tokenizer.apply_chat_template(
-            TALK
-        )
+        assert tokenizer.apply_chat_template(TALK, **{name: None}) == tokenizer.apply_chat_template(TALK)

@@ -292,9 +292,7 @@ def test_a_salt_keeps_keys_and_values_apart(narrow):
         prompt = {"prompt": "the same beginning"} | salt
         return narrow.generate(prompt, GREEDY)[0].num_cached_tokens
 
-    assert [cached(), cached(), cached(cache_salt="b"), cached(cache_salt="b"), cached()] == [
-        *(0, 17, 0, 17, 0)
-    ]
+    assert [cached(), cached(), cached(cache_salt="b"), cached(cache_salt="b"), cached()] == [*(0, 17, 0, 17, 0)]
     chat = narrow.chat_prompt([{"role": "user", "content": "x"}]) | {"cache_salt": "c"}
     assert narrow.generate(chat, GREEDY)[0].num_cached_tokens == 0
 
@@ -430,9 +428,7 @@ def test_the_hub_is_asked_for_a_revision_and_kept_where_it_should(folder, tmp_pa
     asked = []
 
     def download(hub_id, **how):
-        asked.append(
-            (hub_id, how["revision"], how["cache_dir"], "config.json" in how["allow_patterns"])
-        )
+        asked.append((hub_id, how["revision"], how["cache_dir"], "config.json" in how["allow_patterns"]))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -460,9 +456,7 @@ def test_the_share_of_the_gpu_s_memory_is_the_backend_s_to_plan_with(folder):
             assert llm.engine.backend.options.memory_share == told
     with pytest.raises(RequestError, match="gpu_memory_utilization is 2: it must be above 0"):
         LLM(folder, backend=OnGpu, gpu_memory_utilization=2)
-    with pytest.warns(
-        UserWarning, match="gpu_memory_utilization is ignored: the fake backend on a CPU does"
-    ):
+    with pytest.warns(UserWarning, match="gpu_memory_utilization is ignored: the fake backend on a CPU does"):
         open_llm(folder, gpu_memory_utilization=0.5).close()
 
 
@@ -475,9 +469,7 @@ def test_ranks_are_known_beyond_the_best(llm):
     shown = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     ids = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
     ranks = [candidates[token].rank for token, candidates in zip(ids, shown, strict=True)]
-    assert ranks == [
-        1 + int((row > row[token]).sum()) for token, row in zip(ids, every, strict=False)
-    ]
+    assert ranks == [1 + int((row > row[token]).sum()) for token, row in zip(ids, every, strict=False)]
     assert max(ranks) > 1
     # a backend that tells the best alone
     done = llm.generate("abc", SamplingParams(temperature=3, seed=1, logprobs=2))[0].outputs[0]

@@ -41,8 +41,7 @@ def test_tensor_parallelism_is_the_same_function(name, ranks, walk):
     spec, _ = MODELS[name]
     weights = ArrayWeights(spec, seed=2)
     alone, together = (
-        ReferenceBackend(weights, BackendOptions(num_gpus=n, walk=walk)).forward_logits(PROMPT)
-        for n in (1, ranks)
+        ReferenceBackend(weights, BackendOptions(num_gpus=n, walk=walk)).forward_logits(PROMPT) for n in (1, ranks)
     )
     np.testing.assert_allclose(together, alone, atol=1e-4 * alone.std())
 

@@ -22,9 +22,7 @@ class LateTarget:
         class Part:
             def copy_(self, held, non_blocking):
                 assert non_blocking
-                target.on_their_way.append(
-                    (where, held)
-                )  # the memory itself: what it holds when it is read
+                target.on_their_way.append((where, held))  # the memory itself: what it holds when it is read
 
         return Part()
 

@@ -135,9 +135,7 @@ def test_overflow_is_an_infinity_that_shows(dtype):
     back = wire.unpack_pair(wire.pack_pair(values, 1, dtype), dtype)
     np.testing.assert_array_equal(back, np.array([first, most, -first, -most], np.float32))
     beyond = np.array([3.4028235e38, -3.4028235e38, 2.0**64, -(2.0**64)], np.float32)
-    np.testing.assert_array_equal(
-        wire.unpack_pair(wire.pack_pair(beyond, 0, dtype), dtype), np.sign(beyond) * np.inf
-    )
+    np.testing.assert_array_equal(wire.unpack_pair(wire.pack_pair(beyond, 0, dtype), dtype), np.sign(beyond) * np.inf)
 
 
 def test_a_fine_pair_is_off_by_its_mantissa_or_by_its_smallest_step():

@@ -17,13 +17,9 @@ MIXED = {  # of each column
     "greedy": GREEDY,
     "drawn": SamplingParams(temperature=2.0, seed=7),
     "cut": SamplingParams(temperature=3.0, seed=8, top_k=9, top_p=0.8, logprobs=3),
-    "penalized": SamplingParams(
-        temperature=1.5, seed=9, repetition_penalty=1.7, logit_bias={3: 2.0, 60: -4.0}
-    ),
+    "penalized": SamplingParams(temperature=1.5, seed=9, repetition_penalty=1.7, logit_bias={3: 2.0, 60: -4.0}),
     "masked": SamplingParams(temperature=1.0, seed=10, min_p=0.01),
-    "banned": SamplingParams(
-        temperature=0, min_tokens=2, end_token_ids=(5, 60), bad_words_token_ids=((9, 8), (7,))
-    ),
+    "banned": SamplingParams(temperature=0, min_tokens=2, end_token_ids=(5, 60), bad_words_token_ids=((9, 8), (7,))),
     "told": SamplingParams(temperature=0, logprobs=5),
 }
 

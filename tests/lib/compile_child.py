@@ -31,10 +31,7 @@ SHAPES = {
     "tiny": (spec_of(), SMALL),
     "llama-3.1-8b, 108 blocks": (named_shape("llama-3.1-8b"), {"num_blocks": 108}),
     "qwen3-8b, 108 blocks": (named_shape("qwen3-8b"), {"num_blocks": 108}),
-    **{
-        f"qwen3-8b, {name}": (with_format(named_shape("qwen3-8b"), FORMATS[how]), {})
-        for name, how in NARROW.items()
-    },
+    **{f"qwen3-8b, {name}": (with_format(named_shape("qwen3-8b"), FORMATS[how]), {}) for name, how in NARROW.items()},
     **{
         f"small, {name}": (
             narrow_spec(FORMATS[how], how in WITH_HEAD, **SIZES, tied_embeddings=how in WITH_HEAD),

@@ -112,9 +112,7 @@ def compile_kernel(
         attrs=facts,
     )
     machine = (
-        GPUTarget("cuda", int(target[3:]), 32)
-        if vendor == "nvidia"
-        else GPUTarget("hip", target, warp_size(target))
+        GPUTarget("cuda", int(target[3:]), 32) if vendor == "nvidia" else GPUTarget("hip", target, warp_size(target))
     )
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: machine))
     num_warps = tiles.sizes.warps

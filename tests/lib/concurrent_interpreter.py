@@ -54,9 +54,7 @@ class Machine:
     when no other is left.
     """
 
-    def __init__(
-        self, seed: int, memory: str, host: Callable[[], None] | None, stalled: int | None
-    ) -> None:
+    def __init__(self, seed: int, memory: str, host: Callable[[], None] | None, stalled: int | None) -> None:
         if memory not in ("sc", "stale"):
             raise ValueError(f"memory {memory!r}: sc or stale")
         self.stale, self.host, self.stalled = memory == "stale", host, stalled
@@ -150,9 +148,7 @@ def _spread(x: Any, like: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.data, like.shape)
 
 
-def _masked_load(
-    self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, *rest: Any
-) -> Any:
+def _masked_load(self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, *rest: Any) -> Any:
     machine = _machine
     assert machine is not None
     machine.pause()
@@ -171,9 +167,7 @@ def _masked_load(
     return _Handle(out, element)
 
 
-def _masked_store(
-    self: Any, ptrs: Any, value: Any, mask: Any, cache_modifier: Any, *rest: Any
-) -> Any:
+def _masked_store(self: Any, ptrs: Any, value: Any, mask: Any, cache_modifier: Any, *rest: Any) -> Any:
     machine = _machine
     assert machine is not None
     machine.pause()

@@ -82,9 +82,7 @@ class VoidLaneWeights(RandomWeights):
             tensor[:, self.COLUMN] = 0
         if kind == "embed":
             tensor[:, self.COLUMN] = 0
-            tensor[VOID, self.COLUMN] = (
-                1000  # far more than modules add: normalized, the root of the width
-            )
+            tensor[VOID, self.COLUMN] = 1000  # far more than modules add: normalized, the root of the width
         if name == f"layers.{self.spec.num_layers - 1}.v_proj":
             tensor[self.LANE, :, self.COLUMN] = 60_000
         return tensor
@@ -143,9 +141,7 @@ class Sizes:
     count: int = 6  # tokens of an answer
 
 
-GPU_SIZES = Sizes(
-    2048, 1500, 100
-)  # a prompt that takes milliseconds, so that the host can speak within it
+GPU_SIZES = Sizes(2048, 1500, 100)  # a prompt that takes milliseconds, so that the host can speak within it
 SLOW_SIZES = Sizes(16, 7, 4)
 
 
@@ -296,9 +292,7 @@ def impatient(name, backend, monkeypatch):
     """
     monkeypatch.setattr(serving, "MASK_S", 0.2)
     if name.startswith(("cuda", HIP)):
-        monkeypatch.setattr(
-            backend, "wait_ns", 2 * 10**8 if name in ON_GPU else backend.wait_ns >> 9
-        )
+        monkeypatch.setattr(backend, "wait_ns", 2 * 10**8 if name in ON_GPU else backend.wait_ns >> 9)
     elif name in ON_GPU:
         pointers = backend.memory.pointers._replace(limit=200_000)  # of 1,024 ns
         monkeypatch.setattr(backend.memory, "pointers", pointers)

@@ -32,9 +32,7 @@ class RankWalk(Walk):
 
     source, limit, slots = "decode.cu", LIMIT, 1
 
-    def __init__(
-        self, spec, weights, ranks, num_blocks=0, max_context=64, include=INCLUDE, **changes
-    ):
+    def __init__(self, spec, weights, ranks, num_blocks=0, max_context=64, include=INCLUDE, **changes):
         self.spec = spec
         lowering = lower(build(spec, ranks), GPUS["h200"], num_blocks)
         self.layout = self._lay_out_ranks(lowering, max_context)

@@ -103,9 +103,7 @@ class Server:
             self.mailbox.post(r)
 
     def start(self):
-        self.thread = threading.Thread(
-            target=self.backend.generate, args=(self.mailbox,), daemon=True
-        )
+        self.thread = threading.Thread(target=self.backend.generate, args=(self.mailbox,), daemon=True)
         self.thread.start()
 
     def read(self, slot, count=1):

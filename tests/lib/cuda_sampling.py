@@ -42,9 +42,7 @@ def resolved(vocab, bad=(), end=(), **params):
     """Parameters of one request; bad words are given as ids."""
     params = {"temperature": 2.0, "seed": SEED, "max_tokens": None} | params
     out = SamplingParams(**params).resolve(vocab)
-    return replace(
-        out, bad_words_token_ids=tuple(bad), end_token_ids=tuple(sorted({*out.end_token_ids, *end}))
-    )
+    return replace(out, bad_words_token_ids=tuple(bad), end_token_ids=tuple(sorted({*out.end_token_ids, *end})))
 
 
 def post(mailbox, prompt, count, params, slot=0, **fields):

@@ -100,9 +100,7 @@ def assert_nan_ends_one_request(backend, expected, slots=(0, 7)):
         backend.memory.embed[BAD] = torch.nan
         prompts = [(*p, BAD) if slot == bad else p for slot, p in enumerate(PROMPTS)]
         errors, tokens = failures(backend, prompts)
-        assert (
-            re.search("hold NaN or .inf: the run is void", str(errors[bad])) and tokens[bad] == []
-        )
+        assert re.search("hold NaN or .inf: the run is void", str(errors[bad])) and tokens[bad] == []
         for slot in set(errors) - {bad}:
             assert errors[slot] is None
             assert tokens[slot] == tokens_of(expected[0][slot])

@@ -64,9 +64,7 @@ class ThreadWalk(Walk):
 
     source, slots = "decode.cu", 1
 
-    def __init__(
-        self, spec, weights, num_blocks, judge=JUDGED, include=INCLUDE, deep=False, **changes
-    ):
+    def __init__(self, spec, weights, num_blocks, judge=JUDGED, include=INCLUDE, deep=False, **changes):
         self.spec = spec
         self.layout = replace(self._lay_out(num_blocks), deep=deep)
         flags = thread_flags(self._flags(), judge)

@@ -175,9 +175,7 @@ class Walk:
         return out.numpy()
 
     def words(self, prompt, count, params=GREEDY, stops=(), **fields):
-        request = Request(
-            0, tuple(prompt), params, params.seed or 0, count, frozenset(stops), **fields
-        )
+        request = Request(0, tuple(prompt), params, params.seed or 0, count, frozenset(stops), **fields)
         return encode(request, self.spec.vocab_size)
 
     def generate(self, prompt, count, params=GREEDY, stops=(), seed=0, control=0):
@@ -236,9 +234,7 @@ class FiberLaunch(threading.Thread):
 
     def __init__(self, library, arguments, seed, left_out):
         super().__init__(daemon=True)
-        self._run = lambda: library.kog_run(
-            ctypes.byref(arguments), seed, *left_out, ctypes.c_long(MOST)
-        )
+        self._run = lambda: library.kog_run(ctypes.byref(arguments), seed, *left_out, ctypes.c_long(MOST))
         self.start()
 
     def run(self):

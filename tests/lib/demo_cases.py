@@ -30,9 +30,7 @@ def spread(shape: Shape, seed: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(3.0) if weight.dim() > 1 else weight.add_(
-                0.3 * torch.randn(weight.shape, generator=generator)
-            )
+            weight.mul_(3.0) if weight.dim() > 1 else weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
     return model
 
 

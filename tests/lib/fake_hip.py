@@ -245,9 +245,7 @@ class FakeHip:
         if int.from_bytes(head[48:52], "little") & 0xFF != self.elf_machine:
             return NO_BINARY
         sections = int.from_bytes(head[40:48], "little")
-        size = sections + int.from_bytes(head[58:60], "little") * int.from_bytes(
-            head[60:62], "little"
-        )
+        size = sections + int.from_bytes(head[58:60], "little") * int.from_bytes(head[60:62], "little")
         number = self._new(module)
         self._modules[number] = CodeObject(ctypes.string_at(image, size))
         self._loaded_on[number] = self.gpu
@@ -310,10 +308,7 @@ class FakeHip:
         for earlier in before:
             earlier.join()
         self.meanwhile()
-        buffers = [
-            Buffer(t, self.shared_with_others(name, t), self.least_scope(name, t))
-            for name, t in known.values()
-        ]
+        buffers = [Buffer(t, self.shared_with_others(name, t), self.least_scope(name, t)) for name, t in known.values()]
         try:
             kernel.run(launches, buffers, lds=shared, seed=seed, **self._conditions)
         except RuntimeError as error:  # an access that faults on hardware too

@@ -50,9 +50,7 @@ def blocks(w, kind):
     rows, cols = w.shape
     g = np.random.default_rng(rows + cols)
     data = g.integers(0, 256, (rows, cols // block, size), dtype=np.uint8)
-    spread = {"Q2_K": 0.004, "Q3_K": 0.001, "Q4_K": 1e-4, "Q5_K": 1e-4, "Q6_K": 2e-5}.get(
-        kind, 5e-3
-    )
+    spread = {"Q2_K": 0.004, "Q3_K": 0.001, "Q4_K": 1e-4, "Q5_K": 1e-4, "Q6_K": 2e-5}.get(kind, 5e-3)
     for at in _SCALES[kind]:
         scales = g.uniform(spread, 2 * spread, data.shape[:2]).astype(np.float16)
         data[..., at : at + 2] = scales[..., None].view(np.uint8)
@@ -71,9 +69,7 @@ def unpacked(data, kind):
     scale = parts[:, :2].copy().view(np.float16).astype(np.float32)
     high = parts[:, head : head + 4].copy().view(np.uint32)
     low = parts[:, head + 4 :]
-    codes = np.concatenate([low & 15, low >> 4], 1) | (
-        (high >> np.arange(32, dtype=np.uint32) & 1) << 4
-    )
+    codes = np.concatenate([low & 15, low >> 4], 1) | ((high >> np.arange(32, dtype=np.uint32) & 1) << 4)
     if kind == "Q5_0":
         return torch.from_numpy((codes.astype(np.float32) - 16) * scale)
     minimum = parts[:, 2:4].copy().view(np.float16).astype(np.float32)
@@ -109,9 +105,7 @@ def write(path, kind="Q8_0", family="llama", embed_kind="F16", text=None, **chan
     if family == "mistral" and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if rope["rope_type"] == "llama3":
-        divisors = 1 / (
-            model.model.rotary_emb.inv_freq * rope["rope_theta"] ** (torch.arange(32) / 32)
-        )
+        divisors = 1 / (model.model.rotary_emb.inv_freq * rope["rope_theta"] ** (torch.arange(32) / 32))
         writer.add_tensor("rope_freqs.weight", divisors.numpy().astype(np.float32))
     elif rope["rope_type"] != "default":
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -159,9 +153,7 @@ def byte_level_text(tokenizer, pre="smollm"):
         added = {t["id"]: t for t in data["added_tokens"]}
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         tokens = sorted(vocabulary, key=vocabulary.get)
-        kinds = [
-            1 if i not in added else 3 if added[i]["special"] else 4 for i in range(len(tokens))
-        ]
+        kinds = [1 if i not in added else 3 if added[i]["special"] else 4 for i in range(len(tokens))]
         merges = [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)

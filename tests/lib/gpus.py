@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from kog_triton.schedule.topology import KB, MB, Seen
 
-H200_SEEN = Seen(
-    "NVIDIA H200", "nvidia", "sm_90a", 132, 227 * KB, 150_109_880_320, 60 * MB, 3.201e9, 6144
-)
+H200_SEEN = Seen("NVIDIA H200", "nvidia", "sm_90a", 132, 227 * KB, 150_109_880_320, 60 * MB, 3.201e9, 6144)
 
 
 def nvidia(name, arch, sms, gb, clock=2.619e9, bus=5120, shared=227, l2=50):
@@ -33,9 +31,7 @@ SEEN = {
         99,
         128,
     ),
-    "RTX 5090 Laptop": nvidia(
-        "NVIDIA GeForce RTX 5090 Laptop GPU", "sm_120a", 82, 24, 14.001e9, 256, 99, 64
-    ),
+    "RTX 5090 Laptop": nvidia("NVIDIA GeForce RTX 5090 Laptop GPU", "sm_120a", 82, 24, 14.001e9, 256, 99, 64),
     "RTX 4090": nvidia("NVIDIA GeForce RTX 4090", "sm_89", 128, 24, 10.501e9, 384, 99, 72),
     "H200 slice": replace(
         H200_SEEN,

@@ -58,9 +58,7 @@ class HipFiberBackend(FiberBackend, HipBackend):
         self.wait_ns *= ROUND_NS
 
     def _allocate(self, weights):
-        return CudaBackend._allocate(
-            self, weights
-        )  # what other ranks write lies where all of it does
+        return CudaBackend._allocate(self, weights)  # what other ranks write lies where all of it does
 
     def _make_columns(self, *what):
         return CudaBackend._make_columns(self, *what)

@@ -127,9 +127,7 @@ def compare_stages(reference, trace, token, kv, tolerance=1e-4):
 
     def same(got, want, what):
         want = want.reshape(shards, -1).numpy()
-        np.testing.assert_allclose(
-            got, want, atol=tolerance * max(1, np.abs(want).max()), err_msg=what
-        )
+        np.testing.assert_allclose(got, want, atol=tolerance * max(1, np.abs(want).max()), err_msg=what)
 
     def tensor(name):
         return torch.from_numpy(np.asarray(seen[name])).float()[:, None]
@@ -140,9 +138,7 @@ def compare_stages(reference, trace, token, kv, tolerance=1e-4):
         q, k, v = reference.split_heads(tensor("qkv"))
         empty = torch.zeros(shards, reference.schedule.shard_kv_heads, 0, spec.head_dim)
         keys, values = kv[layer] or (empty, empty)
-        out = reference.run_stage(
-            "attention", layer, {"q": q, "k": k, "v": v, "keys": keys, "values": values}
-        )
+        out = reference.run_stage("attention", layer, {"q": q, "k": k, "v": v, "keys": keys, "values": values})
         kv[layer] = out["keys"], out["values"]
         same(seen["attention"], out["attention"], f"attention of layer {layer}")
         for stage, source, target in (

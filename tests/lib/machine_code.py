@@ -92,10 +92,7 @@ def machine_code(layout, entry="decode.cu"):
 
 
 def instructions(text):
-    return [
-        (int(at, 16), what)
-        for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)
-    ]
+    return [(int(at, 16), what) for at, what in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", text, re.M)]
 
 
 def innermost(code, has):
@@ -143,9 +140,7 @@ def assert_no_loop_spills(code, in_weights=0, in_polls=0):
     """
     weights, taken = innermost(code, WEIGHTS), straight(code, WEIGHTS)
     # A loop of batches, which begins with the words of their rows, waits for none.
-    polls = [
-        body for body in innermost(code, WORDS) if not any(re.search(WEIGHTS, w) for w in body)
-    ]
+    polls = [body for body in innermost(code, WORDS) if not any(re.search(WEIGHTS, w) for w in body)]
     fills = [body for body in innermost(code, r"SYNCS\.ARRIVE") if any("UBLKCP" in w for w in body)]
     assert len(weights) + len(taken) >= 6  # five matrix stages and attention
     assert any("MUFU.EX2" in what for body in weights for what in body)

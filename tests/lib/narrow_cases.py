@@ -28,11 +28,7 @@ EDGES = SIZES | {"hidden_size": 192, "intermediate_size": 320, "num_attention_he
 E4M3 = np.array(
     [
         (-1) ** (b >> 7)
-        * (
-            (b & 7) / 8 * 2.0**-6
-            if not (b >> 3) & 15
-            else (1 + (b & 7) / 8) * 2.0 ** ((b >> 3 & 15) - 7)
-        )
+        * ((b & 7) / 8 * 2.0**-6 if not (b >> 3) & 15 else (1 + (b & 7) / 8) * 2.0 ** ((b >> 3 & 15) - 7))
         for b in range(256)
     ]
 )
@@ -95,9 +91,7 @@ def fp8(w, rows, cols, dtype=torch.float32, name="weight_scale_inv", shape=None,
         scales = 2.0 ** np.ceil(np.log2(scales))
     stored, scales = rounded(scales, dtype)
     if power:
-        stored = torch.from_numpy((np.log2(scales) + 127).astype(np.uint8)).view(
-            torch.float8_e8m0fnu
-        )
+        stored = torch.from_numpy((np.log2(scales) + 127).astype(np.uint8)).view(torch.float8_e8m0fnu)
     each = spread(scales, rows, cols, w.shape)
     codes = nearest(w / each, table)
     tensors = {
@@ -112,9 +106,7 @@ def integers(w, group, bits, asymmetric, dtype):
     half = 1 << bits - 1
     stored, scales = rounded(largest(w, 1, group) / (half - 0.5) + 1e-6, dtype)
     g = np.random.default_rng(w.size)
-    zeros = (
-        g.integers(half - 2, half + 3, scales.shape) if asymmetric else np.full(scales.shape, half)
-    )
+    zeros = g.integers(half - 2, half + 3, scales.shape) if asymmetric else np.full(scales.shape, half)
     each, zero = (spread(v, 1, group, w.shape) for v in (scales, zeros))
     codes = np.clip(np.round(w / each) + zero, 0, 2 * half - 1).astype(np.int64)
     return codes, stored, zeros, result((codes - zero) * each)
@@ -233,9 +225,7 @@ CASES = {
         lambda w: fp8(w, *w.shape, name="weight_scale", shape=(1,)),
     ),
     "ct_fp8_block": (
-        compressed(
-            weight_args(8, "float", "block", block_structure=[128, 128]), "float-quantized", DYNAMIC
-        ),
+        compressed(weight_args(8, "float", "block", block_structure=[128, 128]), "float-quantized", DYNAMIC),
         lambda w: fp8(w, 128, 128, torch.bfloat16, "weight_scale"),
     ),
     "ct_int8": (

@@ -44,9 +44,7 @@ def plant(patch: pytest.MonkeyPatch, folder: Path, module: str, before: str, aft
     original = MODULES[module]
     assert original.__file__ is not None
     source = Path(original.__file__).read_text()
-    assert source.count(before) == 1, (
-        f"{module}: {before!r} stands there {source.count(before)} times"
-    )
+    assert source.count(before) == 1, f"{module}: {before!r} stands there {source.count(before)} times"
     path = folder / f"planted_{module}.py"
     path.write_text(source.replace(before, after))
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends import BackendOptions
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.prefill.library import LibraryPrefill
 from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.backends.reference import ReferenceBackend
@@ -119,7 +120,7 @@ def prefill_of(name, dtype=F32, device=CPU, weights=None, **changes):
     positions = max(changes.get("max_context", 64), *changes.get("buckets", (4, 16)))
     options = {
         "max_context": 64,
-        "embed": weights.load("embed").to(device, dtype),
+        "embed": Embedding.of(weights.load("embed").to(device, dtype)),
         "rope": torch.from_numpy(rope_table(spec.rope, spec.head_dim, positions)).to(device),
         "matrices": PlainMatrices(weights, dtype, device),
         "buckets": (4, 16),

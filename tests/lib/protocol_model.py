@@ -129,8 +129,7 @@ class Machine:
             mates = [j for j, block in enumerate(self.blocks) if block == self.blocks[i]]
             here = [threads[j].place for j in mates]
             if any(
-                at == len(self.programs[j]) or self.programs[j][at] != op
-                for j, at in zip(mates, here, strict=True)
+                at == len(self.programs[j]) or self.programs[j][at] != op for j, at in zip(mates, here, strict=True)
             ):
                 return
             for j in mates:
@@ -188,9 +187,7 @@ def programs_of(
         steps = [(step, layer) for layer in range(kernel.layers) for step in kernel.layer]
         for step, layer in steps + [(step, -1) for step in kernel.ends[end]]:
             reads = list(_reads(chosen, uses, step, token, layer))
-            fenced = any(
-                f.step == step and (f.layers is None or layer in f.layers) for f in kernel.fences
-            )
+            fenced = any(f.step == step and (f.layers is None or layer in f.layers) for f in kernel.fences)
             for block, program in enumerate(programs):
                 for guarded in (False, True):
                     for e, of, n in reads:
@@ -222,9 +219,7 @@ def _reads(
                 yield e, reader.of, late[0] if reader.delay else len(uses[e.name]) - 1
 
 
-def _waits(
-    e: Exchange, of: Of, n: int, block: int, blocks: int, count: int, where: str
-) -> list[Op]:
+def _waits(e: Exchange, of: Of, n: int, block: int, blocks: int, count: int, where: str) -> list[Op]:
     """For the rows of other blocks."""
     lane = range(block // blocks * blocks, block // blocks * blocks + blocks)
     rows = lane if of is Of.LANE or e.scope is Scope.SHARD else range(count)

@@ -2,6 +2,7 @@
 
 import torch
 
+from kog_triton.backends.embedding import Embedding
 from kog_triton.backends.prefill.ranks import RankPrefill, RankTensors
 from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.schedule.rope import rope_table
@@ -34,8 +35,7 @@ def rank_prefill_of(name, ranks, dtype=F32, chunk=7, **changes):
     rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, 64))
     embed = weights.load("embed").to(dtype)
     tensors = [
-        RankTensors(embed.clone(), rope, ShardMatrices(weights, schedule, r, dtype))
-        for r in range(ranks)
+        RankTensors(Embedding.of(embed.clone()), rope, ShardMatrices(weights, schedule, r, dtype)) for r in range(ranks)
     ]
     return RankPrefill(weights, schedule, 64, tensors, chunk, **changes)
 

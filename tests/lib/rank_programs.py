@@ -49,12 +49,8 @@ def all_reduces(
         for use in range(uses):
             if delay and use >= delay:
                 fetch(use - delay, program)
-            if (
-                policy.empty and clears
-            ):  # among its rank's words the rows of the blocks with its place
-                own = [
-                    row for row in range(block, len(everyone), blocks) if row != me or blocks > 1
-                ]
+            if policy.empty and clears:  # among its rank's words the rows of the blocks with its place
+                own = [row for row in range(block, len(everyone), blocks) if row != me or blocks > 1]
                 program += [Op("store", word(rank, use + ahead, row), POISON) for row in own]
                 program += [Op("fence")] if fence else []
             others = [to for to in range(ranks) if to != rank or blocks > 1]  # who reads that row

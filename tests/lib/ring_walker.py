@@ -41,9 +41,7 @@ class Stream:
 class Buffers:
     """The rotating word buffers of one stage's outputs, for every shard; pairs of them a word, or one."""
 
-    def __init__(
-        self, name: str, width: int, pair: bool, count: int, shards: int, dtype: DType, exact: bool
-    ):
+    def __init__(self, name: str, width: int, pair: bool, count: int, shards: int, dtype: DType, exact: bool):
         self.name, self.width, self.count, self.dtype = name, width, count, dtype
         self.pair = pair and dtype is not DType.F32 and not exact
         words = width // 2 if self.pair else width
@@ -150,9 +148,7 @@ class RingWalker:
                     seen[f"x_after_{name}"] = self._streams_of(x)
             for name in ("qkv", "attention", "mlp"):
                 buffer = self.buffers[name]
-                seen[name] = np.stack(
-                    [buffer.read(it, i, 0, buffer.width) for i in range(s.num_shards)]
-                )
+                seen[name] = np.stack([buffer.read(it, i, 0, buffer.width) for i in range(s.num_shards)])
             trace.append(seen)
             self.layers_done += 1
         logits = self._head(x)
@@ -202,18 +198,11 @@ class RingWalker:
 
     def _delayed(self, stage, layer, it):
         """What the other lanes sent `delay` layers ago, for every shard."""
-        if (
-            not stage.target.endswith("_out")
-            or self.s.reduce(stage.name, layer) is not Reduce.DELAYED
-        ):
+        if not stage.target.endswith("_out") or self.s.reduce(stage.name, layer) is not Reduce.DELAYED:
             return None
         buffer = self.buffers[stage.target + "_delayed"]
-        sent = [
-            buffer.read(it - self.spec.delay, i, 0, stage.rows) for i in range(self.s.num_shards)
-        ]
-        return [
-            sum(o for j, o in enumerate(sent) if j != shard) for shard in range(self.s.num_shards)
-        ]
+        sent = [buffer.read(it - self.spec.delay, i, 0, stage.rows) for i in range(self.s.num_shards)]
+        return [sum(o for j, o in enumerate(sent) if j != shard) for shard in range(self.s.num_shards)]
 
     def _join(self, stage, layer, it, key, x) -> None:
         """Every block gathers the module output and adds it to its own copy of the stream."""
@@ -231,9 +220,7 @@ class RingWalker:
         parts, steps, (high, wide) = tiling.k_parts, lo.unit_fragments(stage), lo.fragment(stage)
         wide *= lo.weights[stage.name].pack
         if not self.exact:
-            inputs = wire.from_half(
-                wire.to_half(inputs.astype(np.float32), self.spec.dtype), self.spec.dtype
-            )
+            inputs = wire.from_half(wire.to_half(inputs.astype(np.float32), self.spec.dtype), self.spec.dtype)
         padded = np.zeros(lo.padded_k(stage))
         padded[: len(inputs)] = inputs
         units = len(rows) // tiling.unit_rows
@@ -281,9 +268,7 @@ class RingWalker:
             x = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + self.spec.norm_eps)
             x = x * self.gains[norm, layer]
         half = self.spec.head_dim // 2
-        z = (x[:, :half] + 1j * x[:, half:]) * (
-            self.rope[position, 0] + 1j * self.rope[position, 1]
-        )
+        z = (x[:, :half] + 1j * x[:, half:]) * (self.rope[position, 0] + 1j * self.rope[position, 1])
         return np.concatenate([z.real, z.imag], -1)
 
     def _head(self, x) -> np.ndarray:
@@ -379,9 +364,7 @@ def pack_model(lowering: CudaLowering, weights, narrow=None) -> tuple:
                 name = "norm" if stage.norm == "norm" else stage.norm
                 gains[name, layer] = weights[canonical(stage, stage.norm, layer)]
             if stage.biases:
-                parts = [
-                    shard_bias(s, stage, weights[canonical(stage, b, layer)]) for b in stage.biases
-                ]
+                parts = [shard_bias(s, stage, weights[canonical(stage, b, layer)]) for b in stage.biases]
                 biases[stage.name, layer] = np.concatenate(parts, 1)
     for layer in range(spec.num_layers if spec.qk_norm else 0):
         for which in ("q_norm", "k_norm"):

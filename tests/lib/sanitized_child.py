@@ -44,14 +44,9 @@ from tests.lib.product_cases import dealt
 from tests.lib.ring_walker import spec_of
 
 PATIENCE = 200  # instrumented code is that much slower, or a little less
-PARTIALS = (
-    "partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));\n"
-)
+PARTIALS = "partials = reinterpret_cast<float*>(scratch + (kPartialBytes > 0 ? kScratchBytes : 0));\n"
 IN_WARP = "in_warp = thread % kWarpThreads;\n"
-LOADS = (
-    "    for (int f = 0; f < kFragments; f++) "
-    "w[f] = Fragment::load(from + f * kFragmentOfAll<Weights>);\n"
-)
+LOADS = "    for (int f = 0; f < kFragments; f++) w[f] = Fragment::load(from + f * kFragmentOfAll<Weights>);\n"
 RELEASE = "    if (mine) ring.release(b);\n"
 UNPACKS = "int warp = thread / 32, lane = thread % 32;\n"
 STORES = "*reinterpret_cast<ThreadWords*>(to + step * kWarps * kFragmentBytes) = wide_words("
@@ -106,9 +101,7 @@ EDITS = {
 }  # fmt: skip
 
 GREEDY = SamplingParams(temperature=0)
-ALL_RULES = SamplingParams(
-    temperature=1, seed=3, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.5, logprobs=3
-)
+ALL_RULES = SamplingParams(temperature=1, seed=3, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.5, logprobs=3)
 PLAIN, LANES = spec_of(dtype=DType.F16), lanes(2, dtype=DType.F16)
 PLAIN_BF16 = spec_of(dtype=DType.BF16)
 NARROW = {name: FORMATS[name] for name in ("fp8-block", "int4-g128")}
@@ -129,9 +122,7 @@ class Watched(CudaBackend):
         return left(super()._compile(source, layout))
 
 
-def opened(
-    spec: ModelSpec, num_blocks: int, chunk: int = 0, columns: Sequence[int] = ()
-) -> CudaBackend:
+def opened(spec: ModelSpec, num_blocks: int, chunk: int = 0, columns: Sequence[int] = ()) -> CudaBackend:
     """Prompts in chunks of so many positions, a token at a time if 0; these kernels of columns."""
     kind = type("Sized", (Watched,), {"chunk_positions": chunk, "column_counts": columns})
     options = BackendOptions(device="nvidia", prefill="kernel", num_slots=max(columns, default=1))
@@ -145,9 +136,7 @@ def opened(
     return backend
 
 
-def ask(
-    backend: CudaBackend, *prompts: Sequence[int], params: SamplingParams = GREEDY, count: int = 3
-) -> None:
+def ask(backend: CudaBackend, *prompts: Sequence[int], params: SamplingParams = GREEDY, count: int = 3) -> None:
     """Requests that are posted at once; the last one under `params`."""
     mailbox = Mailbox()
     for slot, prompt in enumerate(prompts):
@@ -165,9 +154,7 @@ def one_token(fault: str) -> None:
     if "initcheck" in fault:
         gains = backend.memory.gains
         held = torch.empty_like(gains)
-        held[..., 1:] = gains[
-            ..., 1:
-        ]  # one of a row is enough: each that is read is told, which takes long
+        held[..., 1:] = gains[..., 1:]  # one of a row is enough: each that is read is told, which takes long
         gains.set_(held)
     ask(backend, PROMPT)
     ask(backend, PROMPT, params=ALL_RULES)
@@ -281,14 +268,10 @@ def narrow_prompt(fault: str) -> None:
         lowering, weights = lower(build(spec), gpu, 4), random_weights(spec)
         memory = allocate(lay_out(lowering, 64), weights, 1, device)
 
-        def load(
-            kernel: ProductKernel, entry: str, shared: int, spec: ModelSpec = spec
-        ) -> Compiled:
+        def load(kernel: ProductKernel, entry: str, shared: int, spec: ModelSpec = spec) -> Compiled:
             def compile() -> Kernel:
                 text = render_product(kernel, spec.dtype)
-                return Kernel(
-                    left(compile_cubin(text, "prompt.cu", gpu.arch)), entry, shared, device
-                )
+                return Kernel(left(compile_cubin(text, "prompt.cu", gpu.arch)), entry, shared, device)
 
             return Compiled(functools.cache(compile))
 
@@ -333,9 +316,7 @@ def plant_all(folder: Path, edits: Sequence[tuple[str, str, str]]) -> None:
     for source, before, after in edits:
         if source.endswith(".cu"):
             text = (sources / source).read_text()
-            assert text.count(before) == 1, (
-                f"{source}: {before!r} stands there {text.count(before)}x"
-            )
+            assert text.count(before) == 1, f"{source}: {before!r} stands there {text.count(before)}x"
             (sources / source).write_text(text.replace(before, after))
     toolchain.FOLDER = sources
 

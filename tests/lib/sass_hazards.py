@@ -13,9 +13,7 @@ from dataclasses import dataclass
 CS2R_CYCLES = 7
 ENDS = re.compile(r"BRA|BRX|BSYNC|CALL|EXIT|JMP|RET|WARPSYNC")
 NO_TARGET = re.compile(r"ATOMS?|BAR|FSETP|HSETP2|ISETP|PLOP3|RED|ST|SYNCS|UBLKCP")
-LINE = re.compile(
-    r"/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/"
-)
+LINE = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/")
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class Instruction:
         """Registers of its other operands."""
         first = 0 if NO_TARGET.match(self.opcode) else 1
         sources = self.operands[first:]
-        return set().union(
-            *(registers(text, self._width(n, len(sources))) for n, text in enumerate(sources))
-        )
+        return set().union(*(registers(text, self._width(n, len(sources))) for n, text in enumerate(sources)))
 
     def _width(self, source: int, sources: int) -> int:
         """Registers of a source whose name says none: fragments, a sum of 64 bits, what is stored."""

@@ -178,17 +178,14 @@ def script_of(prompt: tuple[int, ...]) -> dict[str, Any]:
     names = NAMED.findall(bytes(token for token in prompt if token < 256))
     if not names:
         return {"ids": list(b"ok"), "free": True}
-    found: dict[str, Any] = json.loads(
-        Path(os.environ["KOG_SCRIPTS"], f"{names[-1].decode()}.json").read_text()
-    )
+    found: dict[str, Any] = json.loads(Path(os.environ["KOG_SCRIPTS"], f"{names[-1].decode()}.json").read_text())
     return found
 
 
 def judged(request: Request) -> list[PromptLogprob]:
     best = request.prompt_logprobs or 0
     return [
-        PromptLogprob(token, LOGPROB - i, ((token, LOGPROB - i),)[:best])
-        for i, token in enumerate(request.prompt[1:])
+        PromptLogprob(token, LOGPROB - i, ((token, LOGPROB - i),)[:best]) for i, token in enumerate(request.prompt[1:])
     ]
 
 
@@ -209,9 +206,7 @@ def _freeze(mailbox: Mailbox, slot: int) -> None:
 
 
 def _nan(mailbox: Mailbox, slot: int) -> None:
-    mailbox.push(
-        slot, Failure(RunError("the logits of position 7 hold NaN or +inf: the run is void"))
-    )
+    mailbox.push(slot, Failure(RunError("the logits of position 7 hold NaN or +inf: the run is void")))
 
 
 def _memory(mailbox: Mailbox, slot: int) -> None:

@@ -107,9 +107,7 @@ def wait_for(condition: Any, seconds: float = WAIT_S) -> float:
 
 
 @contextmanager
-def served(
-    folder: Path, checkpoint: Path | None, *flags: str, **environment: str
-) -> Iterator[Served]:
+def served(folder: Path, checkpoint: Path | None, *flags: str, **environment: str) -> Iterator[Served]:
     """A server with the scripted backend, unless the flags name another; ended by SIGTERM."""
     (folder / "scripts").mkdir(parents=True)
     site = scripted_backend.install(folder / "site")

@@ -47,9 +47,7 @@ def _compiled(source, header, call, entry, threads, shared, include=INCLUDE):
         text = draft.with_suffix(".h")
         text.write_text(header)
         generated = f'-DGENERATED="{text}"'
-        subprocess.run(
-            [*command, generated, str(HERE / "short_pass.cpp"), "-o", str(draft)], check=True
-        )
+        subprocess.run([*command, generated, str(HERE / "short_pass.cpp"), "-o", str(draft)], check=True)
 
     loaded = ctypes.CDLL(str(made_once([*parts, *(p.read_bytes() for p in used)], make)))
     loaded.kog_run.restype = ctypes.c_long

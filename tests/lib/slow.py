@@ -17,8 +17,6 @@ def some_always(cases: Iterable[Any], *always: Any) -> list[Any]:
     missing = [name for name in always if name not in keys]
     assert not missing, f"no cases: {missing}"
     return [
-        case
-        if key in always
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        case if key in always else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case, key in zip(cases, keys, strict=True)
     ]

@@ -170,9 +170,7 @@ class Tally:
         for (what, way), count in self.all.items():
             ways[way] += count
             wrong[way] += self.differ[what, way]
-        return out + [
-            f"  {wrong[way]} of {n} differ: all of {way}" for way, n in sorted(ways.items())
-        ]
+        return out + [f"  {wrong[way]} of {n} differ: all of {way}" for way, n in sorted(ways.items())]
 
     def told(self) -> dict[str, Any]:
         rows = [[*key, n, self.differ[key]] for key, n in sorted(self.all.items())]

@@ -33,9 +33,7 @@ class Asked:
         return named(self.kind, len(self.request.prompt), self.request.cached)
 
 
-def requests_of(
-    vocab: int, room: int, lengths: tuple[int, ...], counts: tuple[int, ...]
-) -> list[Asked]:
+def requests_of(vocab: int, room: int, lengths: tuple[int, ...], counts: tuple[int, ...]) -> list[Asked]:
     """Of all lengths and kinds; each may be asked in any slot."""
     draws, out = np.random.default_rng(0), []
     mask = even(vocab)
@@ -54,9 +52,7 @@ def requests_of(
     return out
 
 
-def further_requests(
-    asked: list[Asked], expected: list[list[int]], vocab: int, room: int
-) -> list[Asked]:
+def further_requests(asked: list[Asked], expected: list[list[int]], vocab: int, room: int) -> list[Asked]:
     """Behind greedy answers: the conversation so far, of which the slot holds all but the last token, and more."""
     draws, out = np.random.default_rng(1), []
     for i, (one, said) in enumerate(zip(asked, expected, strict=True)):

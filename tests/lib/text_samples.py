@@ -64,9 +64,7 @@ def _byte_level() -> tokenizers.Tokenizer:
 def _llama_bpe() -> tokenizers.Tokenizer:
     """Sentencepiece's BPE as converted for Llama 2: byte fallback, a space before the text."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -76,9 +74,7 @@ def _llama_bpe() -> tokenizers.Tokenizer:
         ]
     )
     first = ["<unk>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=first + BYTES, limit_alphabet=60, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=first + BYTES, limit_alphabet=60, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return _without_added(tokenizer, BYTES)
 
@@ -121,9 +117,7 @@ def _wordpiece() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -147,9 +141,7 @@ def _suffix() -> tokenizers.Tokenizer:
 def _no_decoder() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(
-        special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
-    )
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 

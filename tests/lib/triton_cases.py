@@ -69,9 +69,7 @@ def round_robin(case: Case, **sizes) -> TritonBackend:
     return backend
 
 
-def serve(
-    backend: TritonBackend, *requests: Request, seed: int = 0, host=None
-) -> list[list[Step | Failure]]:
+def serve(backend: TritonBackend, *requests: Request, seed: int = 0, host=None) -> list[list[Step | Failure]]:
     """The steps of each request, all of them posted at once; `host` is called all the time."""
     mailbox = Mailbox()
     for request in requests:

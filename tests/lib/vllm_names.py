@@ -26,9 +26,7 @@ TABLE = ROOT / "kog_triton" / "vllm_names.json"
 def names_of(read):
     """{function or class: its parameters or fields}; `read` gives the text of a file of the package."""
     llm, engine = class_of(read("entrypoints/llm.py"), "LLM"), read("engine/arg_utils.py")
-    sampling, outputs, inputs = (
-        read(f"{name}.py") for name in ("sampling_params", "outputs", "inputs/llm")
-    )
+    sampling, outputs, inputs = (read(f"{name}.py") for name in ("sampling_params", "outputs", "inputs/llm"))
     prompts = [
         field
         for name in ("_PromptOptions", "TextPrompt", "TokensPrompt")
@@ -45,9 +43,7 @@ def names_of(read):
         "LLM.chat": arguments_of(llm, "chat"),
         "prompt": merged(prompts),
         "SamplingParams": fields_of(class_of(sampling, "SamplingParams")),
-        "SamplingParams.from_optional": arguments_of(
-            class_of(sampling, "SamplingParams"), "from_optional"
-        ),
+        "SamplingParams.from_optional": arguments_of(class_of(sampling, "SamplingParams"), "from_optional"),
         "StructuredOutputsParams": fields_of(class_of(sampling, "StructuredOutputsParams")),
         "RequestOutput": arguments_of(class_of(outputs, "RequestOutput"), "__init__"),
         "CompletionOutput": fields_of(class_of(outputs, "CompletionOutput")),

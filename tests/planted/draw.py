@@ -224,9 +224,7 @@ def files(package: Path) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        pattern = next(
-            (p for p in AREAS if fnmatch(name, p) and name.count("/") == p.count("/")), None
-        )
+        pattern = next((p for p in AREAS if fnmatch(name, p) and name.count("/") == p.count("/")), None)
         if pattern and path.name != "__init__.py":
             found[name] = AREAS[pattern]
     return found
@@ -304,9 +302,7 @@ def _slips(node: ast.AST, source) -> Iterator[tuple[Place, str]]:  # type: ignor
             yield _place(node), "(" + word.join(f"({source(v)})" for v in node.values) + ")"
         case ast.UnaryOp(op=ast.Not()):
             yield _place(node), f"({source(node.operand)})"
-        case ast.BinOp() if type(node.op) in SIGNS and not isinstance(
-            node.left, ast.Constant | ast.JoinedStr
-        ):
+        case ast.BinOp() if type(node.op) in SIGNS and not isinstance(node.left, ast.Constant | ast.JoinedStr):
             yield (
                 _place(node),
                 f"(({source(node.left)}) {SIGNS[type(node.op)]} ({source(node.right)}))",

@@ -61,8 +61,8 @@ FAULTS = (
     ),
     Fault(
         "checkpoint/formats/patterns.py",
-        " or module.endswith(n)\n",
-        "\n",
+        " or module.endswith(n)",
+        "",
         "host/test_formats_refused.py",
         "a module is not excluded by the end of its name",
     ),

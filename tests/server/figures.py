@@ -46,9 +46,7 @@ def ask(prompt, **fields):
 
 
 def quantiles(values):
-    return {f"p{q}": round(percentile(values, q), 1) for q in (50, 90, 99)} | {
-        "max": round(max(values), 1)
-    }
+    return {f"p{q}": round(percentile(values, q), 1) for q in (50, 90, 99)} | {"max": round(max(values), 1)}
 
 
 def hop(server, tokens):
@@ -188,9 +186,7 @@ def after_a_leaver_ms(server, count):
             if when != "idle":
                 with (
                     server.client() as http,
-                    http.stream(
-                        "POST", "/v1/chat/completions", json=ask(f"{i} {prompt}", stream=True)
-                    ) as response,
+                    http.stream("POST", "/v1/chat/completions", json=ask(f"{i} {prompt}", stream=True)) as response,
                 ):
                     next(response.iter_lines())
             if when != "at once":

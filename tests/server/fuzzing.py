@@ -54,9 +54,7 @@ def fuzz(server: Served, cases: int) -> dict[int, int]:
     statuses: dict[int, int] = {}
     for operation in operations:
         rich = operation.definition.raw["operationId"] in WITH_BODY
-        modes = (
-            list(GenerationMode) if rich else [GenerationMode.POSITIVE]
-        )  # without a body all are as good
+        modes = list(GenerationMode) if rich else [GenerationMode.POSITIVE]  # without a body all are as good
         for mode in modes:
             share = cases // (2 * len(WITH_BODY)) + 1 if rich else 1
 

@@ -80,8 +80,7 @@ def frames(server: Served, browser: Any, tokens: int) -> dict[str, Any]:
             "said": page.said,
             "tokens_per_s_shown": page.inner_text("#rate-value"),
             "frames": len(gaps),
-            "frame_ms": {f"p{q}": round(percentile(gaps, q), 1) for q in (50, 95, 99)}
-            | {"max": round(max(gaps), 1)},
+            "frame_ms": {f"p{q}": round(percentile(gaps, q), 1) for q in (50, 95, 99)} | {"max": round(max(gaps), 1)},
             "frames_over_33_ms": sum(gap > 33.4 for gap in gaps),
             "tasks_of_50_ms": [round(ms) for ms in page.evaluate("window.long_ms")],
         }
@@ -91,9 +90,7 @@ def take_pictures(server: Served, browser: Any) -> None:
     from PIL import Image
 
     PICTURES.mkdir(exist_ok=True)
-    words = server.play(
-        "picture", ANSWER.read_text(encoding="utf-8"), tokens_per_s=RATE, wait_s=0.02
-    )
+    words = server.play("picture", ANSWER.read_text(encoding="utf-8"), tokens_per_s=RATE, wait_s=0.02)
     for theme in ("light", "dark"):
         view = {"viewport": {"width": WIDTH, "height": HEIGHT}, "color_scheme": theme}
         with page_of(browser, server.url + "/", **view) as page:

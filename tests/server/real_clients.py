@@ -122,9 +122,7 @@ def told_by(command: list[Any], given: Any, cwd: Path | None = None) -> Any:
 
 def versions(*names: str) -> dict[str, str]:
     lines = (HERE / "requirements.txt").read_text().splitlines()
-    return {
-        name: found for name, _, found in (line.partition("==") for line in lines) if name in names
-    }
+    return {name: found for name, _, found in (line.partition("==") for line in lines) if name in names}
 
 
 def prompts(server: Served) -> dict[str, str]:

@@ -27,9 +27,7 @@ RECORD = Path(__file__).with_name("soak-record.json.xz")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SOAK_S = 300.0
 WORDS = 10_000  # of tokenizers' cache
-WARM_UP = (
-    3000  # requests: memory grew by 18 MiB in the first 3,200 of 5,400 and by 1.6 in the others
-)
+WARM_UP = 3000  # requests: memory grew by 18 MiB in the first 3,200 of 5,400 and by 1.6 in the others
 RATE = 3000  # tokens/s of the scripted engine
 TEXT = "one two three. " * 13
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -51,9 +49,7 @@ class Soak:
         self._json = server.play("soak_json", '{"a": 1}')
         self._thought = server.play("soak_thought", "<think>hm</think>Yes.")
         self.requests, self.errors = Counter[str](), Counter[str]()
-        self.paces: list[
-            tuple[float, float]
-        ] = []  # when, and p99 between the tokens of a stream in us
+        self.paces: list[tuple[float, float]] = []  # when, and p99 between the tokens of a stream in us
         self._kinds: list[Callable[[str], bool]] = [
             *(self.stream, self.chat, self.completion, self.call, self.grammar, self.response),
             *(self.message, self.leave, self.wrong, self.hostile, self.conversation, self.count),
@@ -103,9 +99,7 @@ class Soak:
         return bool(json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1})
 
     def response(self, name: str) -> bool:
-        return bool(
-            self._post("/v1/responses", input=name + self._thought)["status"] == "completed"
-        )
+        return bool(self._post("/v1/responses", input=name + self._thought)["status"] == "completed")
 
     def message(self, name: str) -> bool:
         messages = [{"role": "user", "content": name + self._thought}]
@@ -185,10 +179,7 @@ def soak(server: Served, seconds: float, warm_up: int) -> dict[str, Any]:
         for name, pid in pids.items():
             memory[name].append((now, memory_kib(pid)))
     middle = begun + seconds / 2
-    both = [
-        (at, kib + other)
-        for (at, kib), (_, other) in zip(memory["server"], memory["engine"], strict=True)
-    ]
+    both = [(at, kib + other) for (at, kib), (_, other) in zip(memory["server"], memory["engine"], strict=True)]
     early = statistics.median(pace for at, pace in run.paces if at < middle)
     late = statistics.median(pace for at, pace in run.paces if at >= middle)
     return {

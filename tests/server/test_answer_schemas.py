@@ -61,9 +61,7 @@ def test_every_event_of_a_stream_is_of_its_apis_type(server, path, interval):
         events = [event for event in read_events(response) if event != "[DONE]"]
     assert len(events) >= 5
     for event in events:
-        if (
-            kind is Completion
-        ):  # null until the end by OpenAI's description, which the type does not know
+        if kind is Completion:  # null until the end by OpenAI's description, which the type does not know
             for choice in event["choices"]:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
         types.validate_json(json.dumps(event))

@@ -45,9 +45,7 @@ def output(prompt=10, cached=4, made=5, reason="stop"):
         clock="host", bytes_per_token=100, gb_per_s=2e-7, peak="toy", mbu=0.25, kv_depth_start=prompt,
         kv_depth_end=prompt + made - 1,
     )  # fmt: skip
-    return RequestOutput(
-        "0", "p", [1] * prompt, [CompletionOutput(0, "t", [2] * made, reason)], metrics
-    )
+    return RequestOutput("0", "p", [1] * prompt, [CompletionOutput(0, "t", [2] * made, reason)], metrics)
 
 
 # ---- figures ----
@@ -107,9 +105,7 @@ def test_a_token_of_a_chat_has_as_many_others_as_were_asked_for(server):
         assert (told["token"], told["logprob"], told["bytes"]) == ("c", -3.0, [9])
         assert [one["token"] for one in told["top_logprobs"]] == best
     assert told["top_logprobs"][1]["logprob"] == -9999.0
-    asked = server.chat(server.play("none", "hi"), logprobs=True)["choices"][0]["logprobs"][
-        "content"
-    ]
+    asked = server.chat(server.play("none", "hi"), logprobs=True)["choices"][0]["logprobs"]["content"]
     assert [(one["token"], one["top_logprobs"]) for one in asked[:2]] == [("h", []), ("i", [])]
 
 
@@ -146,11 +142,7 @@ def test_metrics_tell_what_happened_under_our_names_and_vllms():
     }
     whole = ("kog:request_success_total", "stop"), ("kog:request_success_total", "length")
     assert [told[w] for w in whole] == [2, 1] and told["kog:request_success_total", "abort"] == 1
-    by_name = {
-        name: value
-        for (name, *labels), value in told.items()
-        if not labels and name.startswith("kog:")
-    }
+    by_name = {name: value for (name, *labels), value in told.items() if not labels and name.startswith("kog:")}
     assert by_name == {
         "kog:prompt_tokens_total": 40, "kog:cached_prompt_tokens_total": 16, "kog:generation_tokens_total": 20,
         "kog:request_errors_total": 2, "kog:corrupted_requests_total": 1, "kog:admission_rejections_total": 6,
@@ -367,9 +359,7 @@ def test_an_error_names_the_field_and_not_how_it_is_read(server, path, body, par
     assert error["message"].startswith(message)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"max_tokens": 10000}, {"prompt": "x" * 600}, {"prompt": "x" * 99999}]
-)
+@pytest.mark.parametrize("fields", [{"max_tokens": 10000}, {"prompt": "x" * 600}, {"prompt": "x" * 99999}])
 def test_agents_are_told_by_openais_word_that_a_context_is_full(server, fields):
     response = server.post("/v1/completions", {"prompt": "x", **fields})
     assert (response.status_code, response.json()["error"]["code"]) == (
@@ -383,9 +373,7 @@ def test_a_completion_is_held_by_a_response_format_too(server):
     body = {"prompt": server.play("held", '{"a": 1}')} | shape
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] == '{"a": 1}'
     body = {"prompt": server.play("not_held", "free")} | shape
-    assert (
-        server.post("/v1/completions", body).status_code == 500
-    )  # the script is judged by the grammar
+    assert server.post("/v1/completions", body).status_code == 500  # the script is judged by the grammar
 
 
 # ---- conversations ----
@@ -401,10 +389,7 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     opened = SimpleNamespace(max_context=64)
     model = SimpleNamespace(tokenizer=tokenizer, opened=opened)
     service = SimpleNamespace(model=model, check_length=lambda characters: None)
-    calls = [
-        {"id": "1", "function": {"name": "f", "arguments": a}}
-        for a in ('{"a": [1]}', "{bad", "", {"b": 2})
-    ]
+    calls = [{"id": "1", "function": {"name": "f", "arguments": a}} for a in ('{"a": [1]}', "{bad", "", {"b": 2})]
     asked = [Message(role="user", content="x"), Message(role="assistant", tool_calls=calls)]
     assert asyncio.run(render(service, asked, (), True, {"enable_thinking": False})) == [1]
     ((messages, how),) = got
@@ -456,9 +441,7 @@ def test_scores_of_a_long_prompt_are_told_in_portions():
 def test_a_large_body_is_read_beside_the_event_loop(monkeypatch):
     """8 MiB of empty lists took 6 s of every stream."""
     places = []
-    monkeypatch.setattr(
-        json_body, "check_depth", lambda value: places.append(threading.current_thread())
-    )
+    monkeypatch.setattr(json_body, "check_depth", lambda value: places.append(threading.current_thread()))
 
     def read(body):
         async def receive():
@@ -522,9 +505,7 @@ def test_slow_checks_of_grammars_keep_no_text_from_being_encoded(monkeypatch):
     service = service_module.Service(None, ServerMetrics(), None)
 
     async def ask():
-        checks = [
-            asyncio.create_task(service.check_shapes([Job("x", (1,), shaped)])) for _ in range(64)
-        ]
+        checks = [asyncio.create_task(service.check_shapes([Job("x", (1,), shaped)])) for _ in range(64)]
         while not begun:
             await asyncio.sleep(0.001)
         encoded = await asyncio.wait_for(asyncio.to_thread(len, "text"), 5)

@@ -144,9 +144,7 @@ def test_without_tools_a_call_is_text(server):
         assert server.chat(prompt, **fields)["choices"][0]["message"]["content"] == CALL
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_is_held_by_a_grammar(server, choice):
     """The script is judged by the grammar: a call passes, a text does not."""
     answer = server.chat(server.play("forced", CALL), tools=TOOLS, tool_choice=choice)
@@ -178,9 +176,7 @@ def test_a_forced_call_of_a_tool_without_a_usable_schema_names_the_tools(server)
 @pytest.mark.parametrize("interval", [1, 5])
 def test_reasoning_is_told_apart(server, interval):
     prompt = server.play("think", "<think>\nfirst\nthis\n</think>\n\nThe answer.")
-    events = server.stream_chat(
-        prompt, stream_interval=interval, stream_options={"include_usage": True}
-    )
+    events = server.stream_chat(prompt, stream_interval=interval, stream_options={"include_usage": True})
     assert content(events, "reasoning_content") == "first\nthis" == content(events, "reasoning")
     assert content(events) == "The answer."
     thought = len("<think>\nfirst\nthis\n</think>")
@@ -303,11 +299,7 @@ def test_a_streams_log_probabilities_are_the_answers(server):
     """Those of tokens without text, too: of the end, and of what a stop string held back."""
     prompt, fields = server.play("probs", "hi", tokens_per_s=50), {"logprobs": True}
     whole = server.chat(prompt, **fields)["choices"][0]["logprobs"]["content"]
-    events = [
-        event
-        for event in server.stream_chat(prompt, stream_interval=1, **fields)
-        if event["choices"]
-    ]
+    events = [event for event in server.stream_chat(prompt, stream_interval=1, **fields) if event["choices"]]
     told = [(event["choices"][0].get("logprobs") or {}).get("content", []) for event in events]
     assert [token for each in told for token in each] == whole
 

@@ -81,9 +81,7 @@ def test_openai_completions(oai, server):
 def test_openai_echo_scores_a_prompt_for_each_of_its_samples(oai, server):
     """The engine scores a prompt once."""
     ids = [list(server.play(name, text).encode()) for name, text in (("one", "é"), ("two", "b"))]
-    answer = oai.completions.create(
-        model="", prompt=ids, n=2, echo=True, logprobs=1, temperature=1, max_tokens=2
-    )
+    answer = oai.completions.create(model="", prompt=ids, n=2, echo=True, logprobs=1, temperature=1, max_tokens=2)
     scores = [choice.logprobs for choice in answer.choices]
     assert [choice.text for choice in answer.choices] == ["play:oneé"] * 2 + ["play:twob"] * 2
     assert scores[0] == scores[1] != scores[2] == scores[3]
@@ -144,9 +142,7 @@ def test_openai_responses_that_are_cut_off(oai, server, max_tokens):
     answer = oai.responses.create(model="", input=prompt, max_output_tokens=max_tokens + 15)
     assert answer.status == answer.output[0].status == "completed"
     answer = oai.responses.create(model="", input=prompt, max_output_tokens=max_tokens)
-    *_, done, last = oai.responses.create(
-        model="", input=prompt, max_output_tokens=max_tokens, stream=True
-    )
+    *_, done, last = oai.responses.create(model="", input=prompt, max_output_tokens=max_tokens, stream=True)
     assert (done.item.status, last.response.output[0].status) == ("incomplete", "incomplete")
     assert answer.output[0].status == "incomplete"
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -161,9 +157,7 @@ def test_openai_errors(oai):
     with pytest.raises(openai.BadRequestError, match="input is empty: give a text"):
         oai.responses.create(model="", input=[])
     with pytest.raises(openai.BadRequestError, match="temperature"):
-        oai.chat.completions.create(
-            model="", messages=[{"role": "user", "content": "x"}], temperature=5
-        )
+        oai.chat.completions.create(model="", messages=[{"role": "user", "content": "x"}], temperature=5)
 
 
 # ---- anthropic ----
@@ -220,9 +214,7 @@ def test_both_apis_of_others_take_one_call_at_a_time(claude, oai, server):
     tools = [{"name": "weather", "input_schema": SCHEMA}]
     for alone, count in ((False, 2), (True, 1)):
         choice = {"type": "auto", "disable_parallel_tool_use": alone}
-        answer = claude.messages.create(
-            model=model, max_tokens=300, tools=tools, messages=asked, tool_choice=choice
-        )
+        answer = claude.messages.create(model=model, max_tokens=300, tools=tools, messages=asked, tool_choice=choice)
         assert [block.type for block in answer.content] == ["tool_use"] * count
         found = oai.responses.create(
             model=model,
@@ -236,18 +228,14 @@ def test_both_apis_of_others_take_one_call_at_a_time(claude, oai, server):
 
 def test_anthropic_counts_tokens(claude, server):
     model = server.get("/v1/models").json()["data"][0]["id"]
-    counted = claude.messages.count_tokens(
-        model=model, messages=[{"role": "user", "content": "abc"}]
-    )
+    counted = claude.messages.count_tokens(model=model, messages=[{"role": "user", "content": "abc"}])
     assert counted.input_tokens == len("[user]abc\n[assistant]")
 
 
 def test_anthropic_stop_sequence_and_errors(claude, server):
     model = server.get("/v1/models").json()["data"][0]["id"]
     asked = says(server, "claude_stop", "one two")
-    answer = claude.messages.create(
-        model=model, max_tokens=9999, stop_sequences=[" "], messages=asked
-    )
+    answer = claude.messages.create(model=model, max_tokens=9999, stop_sequences=[" "], messages=asked)
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == (
         "one",
         "stop_sequence",
@@ -257,6 +245,4 @@ def test_anthropic_stop_sequence_and_errors(claude, server):
         claude.messages.create(model="other", max_tokens=1, messages=asked)
     with pytest.raises(anthropic.BadRequestError, match="only text is read"):
         image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x"}}
-        claude.messages.create(
-            model=model, max_tokens=1, messages=[{"role": "user", "content": [image]}]
-        )
+        claude.messages.create(model=model, max_tokens=1, messages=[{"role": "user", "content": [image]}])

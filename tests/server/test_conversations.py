@@ -79,9 +79,7 @@ def test_a_thousand_passes_that_went_wrong(agents, figure):
     assert agents.metric("kog:corrupted_requests_total") == before + INJECTIONS
     assert agents.metric("kog:engine_restarts_total") == 0
     assert ask(agents, messages).text == clean
-    figure(
-        "R4", f"{INJECTIONS} injections: {INJECTIONS} errors, none took more than {longest:.2f} s"
-    )
+    figure("R4", f"{INJECTIONS} injections: {INJECTIONS} errors, none took more than {longest:.2f} s")
 
 
 def test_a_grammar_holds_what_a_model_says(agents):
@@ -117,8 +115,6 @@ def test_an_idle_server_costs_next_to_nothing(agents, figure):
     before, begun = seconds(), time.monotonic()
     time.sleep(3)
     share = (seconds() - before) / (time.monotonic() - begun)
-    assert (
-        share < 0.1
-    )  # the 2 % are the figures command's to show: a tick of the clock is 10 ms
+    assert share < 0.1  # the 2 % are the figures command's to show: a tick of the clock is 10 ms
     assert ask(agents, messages).cached > 0
     figure("idle", f"{100 * share:.1f} % of a core")

@@ -61,9 +61,7 @@ def test_a_stream_is_told_that_its_engine_is_lost(fragile, figure, name, fault, 
     assert fragile.chat("x")["choices"][0]["message"]["content"] == "ok"
     assert fragile.metric("kog:engine_restarts_total") == before + 1
     assert seconds < within + SLACK_S
-    figure(
-        name, f"error event {seconds:.2f} s after the first token, ready again {again:.1f} s later"
-    )
+    figure(name, f"error event {seconds:.2f} s after the first token, ready again {again:.1f} s later")
 
 
 @pytest.mark.parametrize("script", [{"pass": 32, "pass_s": 0.4}, {"faults": {"prompt": "compile"}}])
@@ -134,9 +132,7 @@ def test_while_an_engine_starts_again_requests_are_refused_at_once(fragile, figu
 def test_a_request_that_fails_fails_alone(fragile, figure, name, fault, status, says):
     """Also with another stream beside it, but where the backend itself raises."""
     restarts = fragile.metric("kog:engine_restarts_total")
-    body = {
-        "messages": [{"role": "user", "content": fragile.play(fault, "abc", faults={"2": fault})}]
-    }
+    body = {"messages": [{"role": "user", "content": fragile.play(fault, "abc", faults={"2": fault})}]}
     clean = fragile.chat("x")["choices"][0]["message"]
     response = fragile.post("/v1/chat/completions", body)
     assert response.status_code == status
@@ -321,14 +317,10 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path, checkpoint, figure):
 def test_the_servers_process_needs_no_torch_and_says_what_it_does_need():
     """Also not through what its modules import in turn."""
     code = "import sys; sys.modules['torch'] = None; import kog_triton.server.run, kog_triton.server.child"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     code = "import sys; sys.modules['uvicorn'] = None; from kog_triton import serve; sys.exit(serve.main([]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == "error: kog serve needs uvicorn: pip install 'kog-triton[serve]'\n"
 

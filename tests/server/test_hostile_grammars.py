@@ -38,10 +38,7 @@ HOSTILE = {
             "json": {
                 "$ref": "#/$defs/a0",
                 "$defs": {"a30": {"type": "string"}}
-                | {
-                    f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 10}
-                    for i in range(30)
-                },
+                | {f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}] * 10} for i in range(30)},
             }
         },
         "[[[[",
@@ -59,11 +56,7 @@ HOSTILE = {
     "no rule": ({"grammar": "x: y"}, "", "grammar"),
     "5,000 parentheses": ({"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}, "", "nested"),
     "doubled 64 times": (
-        {
-            "grammar": "start: a0\n"
-            + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(64))
-            + '\na64: "a"'
-        },
+        {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(64)) + '\na64: "a"'},
         "aaaa",
         "Too many items",
     ),
@@ -128,8 +121,7 @@ def test_a_hostile_grammar_is_refused_or_harmless(server, figure, name):
     assert server.metric("kog:engine_restarts_total") == restarts
     figure(
         "R15",
-        f"{name}: {response.status_code} after {seconds:.2f} s, "
-        f"longest gap beside it {max(gaps) * 1e3:.0f} ms",
+        f"{name}: {response.status_code} after {seconds:.2f} s, longest gap beside it {max(gaps) * 1e3:.0f} ms",
     )
 
 

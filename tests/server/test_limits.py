@@ -89,9 +89,7 @@ def test_a_flood_is_refused_and_who_was_taken_is_served(guarded, figure):
     assert len(taken) + len(refused) == 30
     assert len(taken) >= 3
     assert {r.json()["choices"][0]["message"]["content"] for r in taken} == {"x" * 20}
-    assert all(
-        r.headers["retry-after"] and r.json()["error"]["code"] == "queue_full" for r, _ in refused
-    )
+    assert all(r.headers["retry-after"] and r.json()["error"]["code"] == "queue_full" for r, _ in refused)
     figure("R8", f"{len(refused)} of 30 refused, {len(taken)} served")
 
 
@@ -313,17 +311,13 @@ BODIES = {
     "nested beyond a parser": nested(100_000),
     "NaN": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
     "huge number": b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 9223372036854775808}',
-    "long number": b'{"messages": [{"role": "user", "content": "x"}], "seed": '
-    + b"9" * 10_000
-    + b"}",
+    "long number": b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 10_000 + b"}",
     "negative": b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
     "many samples": b'{"messages": [{"role": "user", "content": "x"}], "n": 129, "temperature": 1}',
     "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "bad UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
     "long prompt": b'{"messages": [{"role": "user", "content": "' + b"x" * 1_000_000 + b'"}]}',
-    "long name": b'{"model": "'
-    + b"x" * 100_000
-    + b'", "messages": [{"role": "user", "content": "x"}]}',
+    "long name": b'{"model": "' + b"x" * 100_000 + b'", "messages": [{"role": "user", "content": "x"}]}',
 }
 
 
@@ -392,9 +386,7 @@ def test_what_a_client_sends_makes_no_line_of_the_log(server, figure):
     with server.client() as client:
         client.get("/nothing%0aINJECTED%1b[31m")
         client.post("/v1/chat/completions", json={"model": evil, "messages": []})
-        client.post(
-            "/v1/chat/completions", json={evil: 1, "messages": [{"role": "user", "content": "x"}]}
-        )
+        client.post("/v1/chat/completions", json={evil: 1, "messages": [{"role": "user", "content": "x"}]})
         client.get("/v1/models/a%0aINJECTED%1b[31m")
         client.get("/v1/realtime", headers={"connection": "upgrade", "upgrade": "websocket"})
     assert raw_request(server, b"nonsense\r\n\r\n")[0] == 400

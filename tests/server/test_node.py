@@ -88,25 +88,18 @@ def by_python(client, kind, body):
         return texts
     if api == "completions":
         answer = client.completions.create(**body)
-        choices = [
-            [c.text, c.finish_reason, c.logprobs.tokens if c.logprobs else None]
-            for c in answer.choices
-        ]
+        choices = [[c.text, c.finish_reason, c.logprobs.tokens if c.logprobs else None] for c in answer.choices]
         return {"choices": choices, "made": answer.usage.completion_tokens}
     if api == "chat":
         if kind == "chat":
             answer = client.chat.completions.create(**body)
         else:
-            with client.chat.completions.stream(
-                **body, stream_options={"include_usage": True}
-            ) as stream:
+            with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as stream:
                 answer = stream.until_done().get_final_completion()
         choices = [
             {
                 "content": c.message.content,
-                "calls": [
-                    [t.function.name, t.function.arguments] for t in c.message.tool_calls or []
-                ],
+                "calls": [[t.function.name, t.function.arguments] for t in c.message.tool_calls or []],
                 "finish": c.finish_reason,
             }
             for c in answer.choices
@@ -128,9 +121,7 @@ def by_python(client, kind, body):
 def test_both_clients_get_the_same(server, node, figure):
     given = list(cases(server))
     asked = json.dumps({"url": server.url, "cases": given})
-    done = subprocess.run(
-        ["node", "client.mjs"], cwd=node, input=asked, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(["node", "client.mjs"], cwd=node, input=asked, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout)
     assert len(theirs) == len(given) >= 30
@@ -151,8 +142,6 @@ def test_nodes_abort_frees_the_slot(server, node):
     prompt = server.play("node_endless", "x" * 400, tokens_per_s=20)
     body = {"model": "", "messages": [{"role": "user", "content": prompt}]}
     asked = json.dumps({"url": server.url, "cases": [{"kind": "abort", "body": body}]})
-    done = subprocess.run(
-        ["node", "client.mjs"], cwd=node, input=asked, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(["node", "client.mjs"], cwd=node, input=asked, capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) == ["left"]
     wait_for(lambda: server.metric("kog:num_requests_running") == 0)

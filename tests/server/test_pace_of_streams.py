@@ -258,9 +258,7 @@ def test_a_client_that_reads_nothing_loses_its_connection(monkeypatch, stream):
             return {"type": "http.disconnect"}
 
         metrics = ServerMetrics()
-        answer = answering.Answer(
-            Told(), Bytes(), metrics, ExitStack(), stream=stream, keep_alive_s=0, ignored=[]
-        )
+        answer = answering.Answer(Told(), Bytes(), metrics, ExitStack(), stream=stream, keep_alive_s=0, ignored=[])
         begun = time.perf_counter()
         await asyncio.wait_for(answer({"type": "http", ABORT: cut.set}, receive, send), 10)
         return time.perf_counter() - begun
@@ -290,15 +288,11 @@ def test_a_prompt_that_is_echoed_is_decoded_beside_the_event_loop(model, monkeyp
     async def ask():
         body = CompletionBody(prompt=[97, 98], echo=True, logprobs=1, max_tokens=0)
         jobs = [await _job(SimpleNamespace(model=model), body, body.prompt, "")]
-        told = CompletionAnswer(
-            "", model, jobs, echo=True, made=False, logprobs=True, include_usage=False
-        )
+        told = CompletionAnswer("", model, jobs, echo=True, made=False, logprobs=True, include_usage=False)
         metrics = ServerMetrics()
         samples = Samples(Scoring(1, 0, 0), model, metrics, jobs, Interval())
         await samples.start()
-        answer = answering.Answer(
-            samples, told, metrics, ExitStack(), stream=False, keep_alive_s=0, ignored=[]
-        )
+        answer = answering.Answer(samples, told, metrics, ExitStack(), stream=False, keep_alive_s=0, ignored=[])
         await answer({}, asyncio.Event().wait, send)
 
     monkeypatch.setattr(Tokenizer, "decode", noted)

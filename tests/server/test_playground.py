@@ -49,9 +49,7 @@ def test_every_file_is_served_under_the_policy(server):
             found = client.get(url)
             assert found.status_code == 200 and found.content == text_of(path), url
             kind = found.headers["content-type"].split(";")[0]
-            assert kind == TYPES.get(
-                PurePath(url).suffix, "text/html" if url == "/" else "text/plain"
-            )
+            assert kind == TYPES.get(PurePath(url).suffix, "text/html" if url == "/" else "text/plain")
             assert set(found.headers["content-security-policy"].split("; ")) == POLICY
             assert found.headers["x-content-type-options"] == "nosniff"
             again = client.get(url, headers={"if-none-match": found.headers["etag"]})

@@ -80,22 +80,14 @@ def violations(page):
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]
-    return [
-        (v["id"], [node["target"] for node in v["nodes"]]) for v in found if v["impact"] in SERIOUS
-    ]
+    return [(v["id"], [node["target"] for node in v["nodes"]]) for v in found if v["impact"] in SERIOUS]
 
 
 def test_its_figures_are_the_server_s(opened, shown, figure):
-    prompt = shown.play(
-        "page_rate", "word " * 400, tokens_per_s=RATE, wait_s=0.2, stamps="page_rate_stamps"
-    )
+    prompt = shown.play("page_rate", "word " * 400, tokens_per_s=RATE, wait_s=0.2, stamps="page_rate_stamps")
     with opened.expect_response("**/v1/chat/completions") as asked:
         ask(opened, prompt)
-    events = [
-        json.loads(line[6:])
-        for line in asked.value.text().splitlines()
-        if line.startswith("data: {")
-    ]
+    events = [json.loads(line[6:]) for line in asked.value.text().splitlines() if line.startswith("data: {")]
     (timings,) = [event["timings"] for event in events if "timings" in event]
     stamps = json.loads((shown.scripts / "page_rate_stamps").read_text())
     by_stamps = (len(stamps) - 1) / (stamps[-1] - stamps[0]) * 1e9
@@ -188,8 +180,4 @@ def test_blocks_are_cut_alike_however_the_text_comes(opened):
     assert list(filter(None, lines)) == list(filter(None, ANSWER.splitlines()))
     fenced = "a\n```py\n\n# x\n\n~~~\n```\nb\n# c\nd"
     cut = opened.evaluate(CUT, fenced)
-    assert (
-        cut["whole"]
-        == cut["letters"]
-        == ["a\n", "```py\n\n# x\n\n~~~\n```\n", "b\n", "# c\n", "d\n"]
-    )
+    assert cut["whole"] == cut["letters"] == ["a\n", "```py\n\n# x\n\n~~~\n```\n", "b\n", "# c\n", "d\n"]

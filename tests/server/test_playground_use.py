@@ -35,9 +35,7 @@ def browser():
 
 
 def opened(browser, server, width=1280, height=860, **context):
-    return page_of(
-        browser, server.url + "/", viewport={"width": width, "height": height}, **context
-    )
+    return page_of(browser, server.url + "/", viewport={"width": width, "height": height}, **context)
 
 
 def ask(page, prompt, ends=True):
@@ -151,10 +149,7 @@ def test_conversations_are_kept_continued_exported_and_deleted(browser, server):
         page.hover("#conversations li")
         page.click("#conversations .icon")
         assert page.locator("#conversations li").count() == 0 and page.is_visible("#empty")
-        assert (
-            page.evaluate("Object.keys(localStorage).some((k) => k.includes('conversation'))")
-            is False
-        )
+        assert page.evaluate("Object.keys(localStorage).some((k) => k.includes('conversation'))") is False
         assert not page.said
 
 
@@ -214,26 +209,14 @@ def test_everything_is_reached_by_keyboard(browser, server):
         reached = set()
         for _ in range(30):
             page.keyboard.press("Tab")
-            reached.add(
-                page.evaluate("document.activeElement.id || document.activeElement.textContent")
-            )
+            reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
         assert {"new", "theme", "settings-open", "Copy", "Ask again", "send"} <= reached
         assert not page.said
 
 
 @pytest.mark.parametrize("width", [320, 390, 820, 1440])
 def test_nothing_is_wider_than_the_screen(browser, server, width):
-    text = (
-        "Long: "
-        + "x" * 300
-        + "\n\n```\n"
-        + "y" * 300
-        + "\n```\n\n|"
-        + "a|" * 30
-        + "\n|"
-        + "-|" * 30
-        + "\n"
-    )
+    text = "Long: " + "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n\n|" + "a|" * 30 + "\n|" + "-|" * 30 + "\n"
     with opened(browser, server, width, 844) as page:
         page.wait_for_selector(READY)
         ask(page, server.play("wide", text))
@@ -256,9 +239,7 @@ def test_a_print_has_the_whole_conversation_and_no_controls(browser, server):
         assert page.is_hidden("#composer") and page.is_hidden("#history")
         assert page.locator("button:visible").count() == 0
         tall = page.evaluate("document.documentElement.scrollHeight")
-        assert (
-            tall > 4000 and page.evaluate("document.getElementById('scroll').clientHeight") > 3800
-        )
+        assert tall > 4000 and page.evaluate("document.getElementById('scroll').clientHeight") > 3800
         assert page.pdf().startswith(b"%PDF")
 
 

@@ -43,9 +43,7 @@ def asked_of(tokenizer, **fields):
         tokenizer=tokenizer, reasons=True, tool_parser="hermes", knows_tools=True, template_kwargs={},
         opened=SimpleNamespace(max_context=64), default_params=lambda **given: given,
     )  # fmt: skip
-    service = SimpleNamespace(
-        model=model, interval=Interval(), check_length=lambda characters: None
-    )
+    service = SimpleNamespace(model=model, interval=Interval(), check_length=lambda characters: None)
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
     return asyncio.run(read_chat(service, body, ""))
 
@@ -118,9 +116,7 @@ def test_a_length_is_looked_at_ahead_of_the_template_and_counting_has_no_other_b
 def test_a_long_conversation_is_made_plain_beside_the_event_loop(monkeypatch):
     """65,536 messages take 0.2 s; more are not read."""
     plain, places = asked._plain, []
-    monkeypatch.setattr(
-        asked, "_plain", lambda *told: places.append(threading.current_thread()) or plain(*told)
-    )
+    monkeypatch.setattr(asked, "_plain", lambda *told: places.append(threading.current_thread()) or plain(*told))
     asked_of(FakeTokenizer("", "<think>\nSo"))
     assert places and threading.main_thread() not in places
     with pytest.raises(ValidationError, match="at most 65536 items"):

@@ -56,9 +56,7 @@ def test_nor_is_one_of_responses(form, says):
 
 
 @pytest.mark.parametrize("body", [messages, responses])
-@pytest.mark.parametrize(
-    "name", ["response_format", "structured_outputs", "guided_json", "stop", "logit_bias"]
-)
+@pytest.mark.parametrize("name", ["response_format", "structured_outputs", "guided_json", "stop", "logit_bias"])
 def test_other_endpoints_fields_that_shape_an_answer_are_refused(body, name):
     with pytest.raises(Problem, match=f"{name} is not supported"):
         body(**{name: {"a": 1}})

@@ -52,9 +52,7 @@ def test_what_is_mapped_adds_up_to_the_memory(server):
     assert sum(found.values()) == approx(memory_kib(pid), rel=0.05)
 
 
-ARENA = (
-    64 << 20
-)  # bytes of address space that glibc takes for one, at a multiple of that; the first one is the heap
+ARENA = 64 << 20  # bytes of address space that glibc takes for one, at a multiple of that; the first one is the heap
 
 
 def arenas(pid):

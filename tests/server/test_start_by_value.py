@@ -54,9 +54,7 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
     assert every == {*flags, *others, "--enable-auto-tool-choice"}
 
 
-@pytest.mark.parametrize(
-    ("template", "starts"), [("{{ x ", False), ("{{ raise_exception('no') }}", True)]
-)
+@pytest.mark.parametrize(("template", "starts"), [("{{ x ", False), ("{{ raise_exception('no') }}", True)])
 def test_a_template_that_is_none_ends_the_start(checkpoint, template, starts):
     begun = []
 

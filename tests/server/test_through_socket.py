@@ -58,9 +58,7 @@ def test_the_references_own_answers_pass(model, questions):
 
 @pytest.mark.parametrize("field", ["warm", "cold"])
 @pytest.mark.parametrize("near", [True, False])
-def test_another_token_passes_where_its_logit_is_as_large_but_for_rounding(
-    model, reference, questions, field, near
-):
+def test_another_token_passes_where_its_logit_is_as_large_but_for_rounding(model, reference, questions, field, near):
     """An answer that ends with another token than the reference's own, at the place where one is nearest."""
     question = questions[1]
     start = len(question.prompt)
@@ -75,9 +73,7 @@ def test_another_token_passes_where_its_logit_is_as_large_but_for_rounding(
     place, other = min(below, key=lambda at: abs(below[at] - (0 if near else 2)))
     assert (below[place, other] <= MAX_GAP) == near
     said = question.warm[:place] + chr(other)
-    found = judge(model, [questions[0], replace(question, **{field: said})], "cpu", CONTEXT)[
-        "answers"
-    ]
+    found = judge(model, [questions[0], replace(question, **{field: said})], "cpu", CONTEXT)["answers"]
     assert found["questions_that_differ"] == [1]
     assert found["largest_gap"] == pytest.approx(below[place, other], abs=1e-4)
     assert found["held"] == near

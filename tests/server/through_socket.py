@@ -117,9 +117,7 @@ def missing(backend: str, num_bytes: int) -> str:
     say(f"backend {chosen}")
     place = tempfile.gettempdir()
     if (free := shutil.disk_usage(place).free) < 1.2 * num_bytes:
-        return (
-            f"{place} has {free / 1e9:.1f} GB for {num_bytes / 1e9:.1f} GB of weights: set TMPDIR"
-        )
+        return f"{place} has {free / 1e9:.1f} GB for {num_bytes / 1e9:.1f} GB of weights: set TMPDIR"
     return ""
 
 
@@ -205,17 +203,13 @@ def engine_process(model: Path, backend: str, tokens: int) -> dict[int, list[flo
     return {int(count): rates for count, rates in found.items()}
 
 
-def stream(
-    server: "Served", prompt: list[int], tokens: int, **fields: Any
-) -> tuple[int, list[tuple[int, int]]]:
+def stream(server: "Served", prompt: list[int], tokens: int, **fields: Any) -> tuple[int, list[tuple[int, int]]]:
     """When it was sent, and of each event its arrival and the tokens until then; in ns of this client's clock."""
     from tests.lib.raw_stream import raw_stream
 
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, **fields}
     sent, events = raw_stream(server, body, "/v1/completions")
-    told = [
-        (at, event["progress"]["completion_tokens"]) for at, event in events if event["choices"]
-    ]
+    told = [(at, event["progress"]["completion_tokens"]) for at, event in events if event["choices"]]
     assert told[-1][1] == tokens
     return sent, told
 
@@ -238,9 +232,7 @@ def clients(server: "Served", count: int, tokens: int) -> list[float]:
     rates = []
     with ThreadPoolExecutor(count) as pool:
         for _ in range(WARM_UPS + REPEATS):
-            each = pool.map(
-                lambda ids: one_client(server, ids, tokens, ignore_eos=True), prompts(count)
-            )
+            each = pool.map(lambda ids: one_client(server, ids, tokens, ignore_eos=True), prompts(count))
             rates.append(sum(each))
     return rates[-REPEATS:]
 

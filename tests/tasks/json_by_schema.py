@@ -11,9 +11,7 @@ schema = {
     "additionalProperties": False,
 }
 with LLM() as llm:
-    params = SamplingParams(
-        temperature=0, max_tokens=200, structured_outputs=StructuredOutputsParams(json=schema)
-    )
+    params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=StructuredOutputsParams(json=schema))
     value = json.loads(llm.generate("x = ", params)[0].outputs[0].text)
 assert set(value) == {"name", "count"} and value["name"] in ("add", "sub"), value
 assert isinstance(value["count"], int) and value["count"] <= 99

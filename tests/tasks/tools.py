@@ -14,9 +14,7 @@ ADD = {
 }
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]\}\}\n</tool_call>'
 with LLM(chat_template=TEMPLATE) as llm:
-    params = SamplingParams(
-        temperature=0, max_tokens=200, structured_outputs=StructuredOutputsParams(regex=CALL)
-    )
+    params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=StructuredOutputsParams(regex=CALL))
     talk = [{"role": "user", "content": "add one"}]
     (out,) = llm.chat(talk, params, tools=[ADD], tool_call_parser="hermes")
 assert out.prompt == "add add one", out.prompt

@@ -46,9 +46,7 @@ scored = SamplingParams(max_tokens=2, temperature=0, logprobs=1, prompt_logprobs
 assert len(output.prompt_logprobs) == len(ids) and output.prompt_logprobs[0] is None
 for token, shown in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
     assert shown[token].rank == 1 and shown[token].decoded_token is not None
-shaped = SamplingParams(
-    max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["Yes", "No"])
-)
+shaped = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["Yes", "No"]))
 assert llm.generate("Is it? ", shaped)[0].outputs[0].text in ("Yes", "No")
 parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "now?"}]
 template = "{{ messages[0]['content'] + ' ' }}"

@@ -13,9 +13,7 @@ assert (files("kog_triton") / "py.typed").is_file() and list(Path.cwd().iterdir(
 
 
 def kog(*argv, **how):
-    return subprocess.run(
-        [Path(sys.executable).parent / "kog", *argv], capture_output=True, text=True, **how
-    )
+    return subprocess.run([Path(sys.executable).parent / "kog", *argv], capture_output=True, text=True, **how)
 
 
 assert kog("--version").stdout == f"kog {kog_triton.__version__}\n"

@@ -18,9 +18,7 @@ from tests.lib.prefill_cases import (
     tokens_of,
 )
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here"
-)
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
 
 
 def key_of(kernel, arguments, constants):
@@ -69,9 +67,7 @@ def fused(monkeypatch):
 @pytest.fixture
 def compiled_here(monkeypatch):
     """On no GPU, and told of what fails."""
-    monkeypatch.setattr(
-        fused_ahead, "_compile", lambda arguments, _: fused_ahead.compile_all(arguments)
-    )
+    monkeypatch.setattr(fused_ahead, "_compile", lambda arguments, _: fused_ahead.compile_all(arguments))
 
 
 @interpreted
@@ -126,10 +122,6 @@ def test_what_compiles_keeps_no_memory(monkeypatch):
     ours._pass.compile_ahead([held], (torch.zeros(9, dtype=torch.int64), held))
     ours._pass._ahead.wait()
     (arguments,) = seen
-    tensors = [
-        t
-        for t in (*arguments[:-2], *arguments.caches, *arguments.told)
-        if isinstance(t, torch.Tensor)
-    ]
+    tensors = [t for t in (*arguments[:-2], *arguments.caches, *arguments.told) if isinstance(t, torch.Tensor)]
     assert len(tensors) == 10 and all(t.device.type == "meta" for t in tensors)
     assert arguments.caches[0].stride() == held[0].stride()

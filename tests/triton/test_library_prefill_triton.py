@@ -25,9 +25,7 @@ from tests.lib.prefill_cases import (
 )
 from tests.lib.ring_walker import spec_of
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here"
-)
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
 
 
 def run_fused(name, dtype):
@@ -70,9 +68,7 @@ def test_a_fault_in_a_fused_kernel_is_seen(kernel, monkeypatch):
     right = getattr(kernels, kernel)
     wrong = {
         "normed": lambda x, gain, eps, dtype, o: right(x, gain, eps, dtype, None),
-        "rotated": lambda qkv, norms, rope, spec, first, cache, words: right(
-            qkv, None, rope, spec, first, cache
-        ),
+        "rotated": lambda qkv, norms, rope, spec, first, cache, words: right(qkv, None, rope, spec, first, cache),
         "gated": lambda h: right(h.flip(-1)),
     }[kernel]
     monkeypatch.setattr(kernels, kernel, wrong)
@@ -106,7 +102,5 @@ def test_the_triton_kernel_goes_on_from_it():
     text, from_kernel, weights_alone = serve("kernel")
     same, from_library, weights_beside = serve("library")
     assert same == text
-    assert (
-        0 < errors(from_library[..., :7, :], from_kernel[..., :7, :].float()).max() < TOLERANCE[F16]
-    )
+    assert 0 < errors(from_library[..., :7, :], from_kernel[..., :7, :].float()).max() < TOLERANCE[F16]
     assert weights_beside == weights_alone

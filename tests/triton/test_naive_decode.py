@@ -13,9 +13,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
@@ -90,9 +88,7 @@ def run(naive, spec, weights, stop, seed, memory):
 
 @pytest.mark.parametrize("memory", ["sc", "stale"])
 def test_it_makes_the_reference_s_tokens(naive, memory):
-    spec = plain(
-        2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=12, vocab_size=20
-    )
+    spec = plain(2, hidden_size=16, num_heads=2, num_kv_heads=1, intermediate_size=12, vocab_size=20)
     spec = spec.replace(dtype=DType.F32)
     weights = ArrayWeights(spec.replace(dtype=DType.F16))
     weights.spec = spec
@@ -146,9 +142,6 @@ def test_it_is_short():
             left |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     lines = enumerate(text.splitlines(), 1)
     assert (
-        sum(
-            bool(line.strip()) and not line.strip().startswith("#") and n not in left
-            for n, line in lines
-        )
+        sum(bool(line.strip()) and not line.strip().startswith("#") and n not in left for n, line in lines)
         <= MOST_LINES
     )

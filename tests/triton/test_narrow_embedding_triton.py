@@ -6,9 +6,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
@@ -32,16 +30,12 @@ def test_a_token_has_the_values_of_its_row(case):
 
 
 def served(weights, slots, **options):
-    backend = InterpretedBackend(
-        weights, BackendOptions(num_slots=slots, max_context=32, **options)
-    )
+    backend = InterpretedBackend(weights, BackendOptions(num_slots=slots, max_context=32, **options))
     mailbox = Mailbox()
     for slot in range(slots):
         mailbox.post(Request(slot, (3 + slot, 42, 7, 9, 30), GREEDY, seed=0, max_tokens=3))
     backend.generate(mailbox)
-    return [
-        [s.token for s in mailbox.read(slot, 0)] for slot in range(slots)
-    ], backend.memory.pointers
+    return [[s.token for s in mailbox.read(slot, 0)] for slot in range(slots)], backend.memory.pointers
 
 
 RUNS = {

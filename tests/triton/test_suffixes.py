@@ -28,9 +28,7 @@ from tests.lib.prefill_cases import (
     tokens_of,
 )
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here"
-)
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
 SLOTS, SIZES = 3, (8, 4)
 
 
@@ -78,9 +76,7 @@ def run(ours, name, first, end, cache, at_once=True):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", F32), ("qwen3", BF16), ("mistral", F32), ("biases", F32)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("llama", F32), ("qwen3", BF16), ("mistral", F32), ("biases", F32)])
 def test_a_suffix_leaves_what_the_reference_leaves_in_its_slot_alone(name, dtype, on_a_cpu):
     slots = slots_of(name, dtype)
     ours, took = library_with(slots, name, dtype), []

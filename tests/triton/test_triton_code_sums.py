@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 from kog_triton.backends.triton.kernel import codes as kernel
 from kog_triton.backends.triton.kernel.codes import (
@@ -125,9 +123,7 @@ def sums(kind, case, x=None, drawn=drawn, column=False):
     known = Known("cpu", SIZES["cpu"])
     tiles = StageTiles("one", 0, rows, 2 * width, rows, (width,), 1, False, codes=kind)
     given, values = drawn(kind, rows, width, width + rows)
-    packed = pack_codes(
-        kind, given, tiles.tile_shape(0, known.sizes.warps), partial(torch.cat, dim=1)
-    )
+    packed = pack_codes(kind, given, tiles.tile_shape(0, known.sizes.warps), partial(torch.cat, dim=1))
     if x is None:
         x = torch.randn(2 * width, generator=torch.Generator().manual_seed(1))
     x, out = x.half(), torch.empty(rows)
@@ -256,8 +252,7 @@ def run_ptx(text, word):
         "and": lambda a, b: a & b,
         "prmt": picked,
         "lop3": lambda a, b, c, table: sum(
-            (table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i
-            for i in range(32)
+            (table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32)
         ),
     }
     for line in text.strip("{}\n").splitlines()[1:]:  # behind the registers

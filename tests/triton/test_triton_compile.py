@@ -55,8 +55,7 @@ class Child:
         assert "error" not in said, said["error"][-2000:]
         assert said["triton"] == version("triton")
         return [
-            CompileReport(**(fields | {"instructions": Counter(fields["instructions"])}))
-            for fields in said["reports"]
+            CompileReport(**(fields | {"instructions": Counter(fields["instructions"])})) for fields in said["reports"]
         ]
 
     def _start(self) -> None:
@@ -88,9 +87,7 @@ def reports_of(tmp_path_factory):
 def polls(report: CompileReport) -> list[int]:
     """Elements of each load that Triton was told to repeat from memory."""
     marked = r"isVolatile = true" if report.target.startswith("sm") else r"cache_?[mM]odifier = cv"
-    loads = [
-        x for x in report.ttgir.splitlines() if re.search(r" (tt\.load|amdg\.buffer_load) ", x)
-    ]
+    loads = [x for x in report.ttgir.splitlines() if re.search(r" (tt\.load|amdg\.buffer_load) ", x)]
     lines = [x for x in loads if re.search(marked, x)]
     shapes = [re.search(r"(?::|->) tensor<([\dx]+)x(!tt\.ptr|i32|i64)", line) for line in lines]
     return [math.prod(map(int, s[1].split("x"))) if s else 1 for s in shapes]
@@ -104,18 +101,14 @@ def check_polls(report: CompileReport, asked: int = 1) -> None:
     sizes = polls(report)
     assert len(sizes) >= 12
     scalars = [size for size in sizes if size == 1]
-    if report.target.startswith(
-        "gfx"
-    ):  # and a word that a wait missed, looked for afterwards, in two places
+    if report.target.startswith("gfx"):  # and a word that a wait missed, looked for afterwards, in two places
         asked += 2
     assert len(scalars) <= asked
     assert min(size for size in sizes if size > 1) >= report.num_threads
 
 
 # sm_86 and sm_89 go through sm_80's passes to its PTX, for another number.
-@pytest.mark.parametrize(
-    "target", some_always(TARGETS, *(t for t in TARGETS if t not in ("sm_86", "sm_89")))
-)
+@pytest.mark.parametrize("target", some_always(TARGETS, *(t for t in TARGETS if t not in ("sm_86", "sm_89"))))
 def test_a_tiny_model_compiles_for_every_target(target, reports_of, compiler):
     (report,) = reports_of(target, "tiny")
     assert report.num_threads == (128 if target.startswith("gfx11") else 256)
@@ -219,9 +212,7 @@ def test_llama_on_other_nvidia_gpus(target, reports_of, compiler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape, spilled", [("llama-3.1-8b, 108 blocks", 320), ("qwen3-8b, 108 blocks", 880)]
-)
+@pytest.mark.parametrize("shape, spilled", [("llama-3.1-8b, 108 blocks", 320), ("qwen3-8b, 108 blocks", 880)])
 def test_wide_models_on_ampere(shape, spilled, reports_of, compiler):
     """As an A100 has them: Llama-3.1-8B in a loop over tiles, Qwen3-8B just without one.
 
@@ -339,9 +330,7 @@ def test_narrow_prompts_in_chunks_compile(target, shape, spilled, reports_of, co
     check_chunks(report)
     assert report.spilled_bytes <= (spilled if PINNED else 4 * spilled + 96)
     if target == "sm_90":
-        copied = re.findall(
-            r"async_copy_global_to_local .*tensor<\d+x\d+x!tt.ptr<i32>", report.ttgir
-        )
+        copied = re.findall(r"async_copy_global_to_local .*tensor<\d+x\d+x!tt.ptr<i32>", report.ttgir)
         assert len(copied) >= 8 and report.count(r"LDGSTS\.E\.BYPASS\.128.*") > 0
 
 
@@ -369,9 +358,7 @@ def test_prompts_in_chunks_on_hopper(reports_of, compiler):
     "target, shape, spilled, most",
     [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)],
 )
-def test_prompts_in_chunks_with_all_sampling_rules(
-    target, shape, spilled, most, reports_of, compiler
-):
+def test_prompts_in_chunks_with_all_sampling_rules(target, shape, spilled, most, reports_of, compiler):
     """The largest variant: what a request with penalties and a long prompt runs."""
     (report,) = reports_of(target, shape, "rules+chunks")
     check_polls(report, 2)
@@ -456,10 +443,6 @@ def split_warps(ttgir: str) -> list[str]:
 
 def test_sums_over_warps_take_warps_in_one_run(reports_of, compiler):
     stages = [s for s in STAGES if s.endswith("_proj") or s == "lm_head"]
-    texts = [
-        r.ttgir
-        for shape in ("two rows a block", "lanes")
-        for r in reports_of("sm_90", shape, *stages)
-    ]
+    texts = [r.ttgir for shape in ("two rows a block", "lanes") for r in reports_of("sm_90", shape, *stages)]
     assert any("#linear" in text for text in texts)
     assert [fault for text in texts for fault in split_warps(text)] == []

@@ -67,9 +67,7 @@ def test_a_newer_gpu_has_a_block_on_nearly_each_multiprocessor(pretend, name):
                 assert tiling.block_rows * (blocks - 1) < tiling.rows
 
 
-@pytest.mark.parametrize(
-    "blocks", [82, 108, 114, 132, 144]
-)  # RTX 3090, A100, H100 PCIe and SXM, L40S nearly
+@pytest.mark.parametrize("blocks", [82, 108, 114, 132, 144])  # RTX 3090, A100, H100 PCIe and SXM, L40S nearly
 @pytest.mark.parametrize("shape", ["llama-3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"])
 def test_models_of_7b_and_8b_run_on_every_size_of_gpu(shape, blocks):
     """A block reads little more than its share, and the code of a stage has few tiles, if need be by a loop."""
@@ -83,11 +81,7 @@ def test_models_of_7b_and_8b_run_on_every_size_of_gpu(shape, blocks):
         read += 4 * tiling.words * (1 if tiling.name == "lm_head" else spec.num_layers)
         if tiling.name in ("o_proj", "down_proj"):
             assert tiling.block_rows * (tiles.num_blocks - 1) < tiling.rows
-            written = (
-                tiling.loop_units + tiling.units % tiling.loop_units
-                if tiling.loop_units
-                else tiling.units
-            )
+            written = tiling.loop_units + tiling.units % tiling.loop_units if tiling.loop_units else tiling.units
             assert written * tiling.k_tiles <= 32
     rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.intermediate_size
     layer = rows * spec.hidden_size + spec.num_heads * spec.head_dim * spec.hidden_size
@@ -113,9 +107,7 @@ def test_fewer_blocks_than_asked_for_where_they_share_rows_in_larger_tiles():
 def test_too_few_blocks_are_refused_with_what_to_do(shape, blocks, said):
     with pytest.raises(ModelError, match=said) as told:
         lower_tiles(build(named_shape(shape)), blocks, 4096, "nvidia")
-    assert "\n" not in str(told.value) and "more multiprocessors, or --backend reference" in str(
-        told.value
-    )
+    assert "\n" not in str(told.value) and "more multiprocessors, or --backend reference" in str(told.value)
 
 
 def test_a_gpu_with_a_row_has_the_blocks_that_it_says(pretend):
@@ -129,19 +121,13 @@ def test_an_older_gpu_is_refused_by_its_name(pretend, name):
     pretend(name, OLDER[name])
     seen = TritonBackend.availability()
     assert not seen.ok and name in seen.reason and "sm_80 or newer" in seen.reason
-    with pytest.raises(
-        DeviceError, match=rf"{name} is sm_7\d, and it takes sm_80 or newer"
-    ) as told:
+    with pytest.raises(DeviceError, match=rf"{name} is sm_7\d, and it takes sm_80 or newer") as told:
         TritonBackend(RandomWeights(spec_of()), BackendOptions())
     assert "\n" not in str(told.value) and "--backend reference" in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx90a", True), ("gfx1100", False)]
-)
-def test_an_amd_gpu_is_asked_for_its_architecture_and_not_for_sm_80(
-    pretend, monkeypatch, arch, taken
-):
+@pytest.mark.parametrize(("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx90a", True), ("gfx1100", False)])
+def test_an_amd_gpu_is_asked_for_its_architecture_and_not_for_sm_80(pretend, monkeypatch, arch, taken):
     pretend("AMD Instinct MI300X", (9, 4), 304)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail())

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 from kog_triton.backends import compile_log, watchdog
 from kog_triton.backends.launch_queue import LaunchQueue
@@ -96,9 +94,7 @@ def test_a_gpu_that_falls_silent_is_told_of_at_once(monkeypatch, stops):
             serving.run()
             assert launcher.asked > 2000
         else:
-            with pytest.raises(
-                watchdog.Stalled, match="has not finished a step in 0 s: open a new LLM"
-            ):
+            with pytest.raises(watchdog.Stalled, match="has not finished a step in 0 s: open a new LLM"):
                 serving.run()
             assert launcher.asked < 2000
 

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 import triton.language as tl
 
@@ -71,9 +69,7 @@ def expected(case: Case) -> np.ndarray:
     return ReferenceBackend(ArrayWeights(case.spec), BackendOptions()).forward_logits(case.tokens)
 
 
-def logits_of(
-    case: Case, seed: int, memory: str, patch: pytest.MonkeyPatch, **change
-) -> np.ndarray:
+def logits_of(case: Case, seed: int, memory: str, patch: pytest.MonkeyPatch, **change) -> np.ndarray:
     """The kernel's logits; `change` replaces fields of its tiles."""
     for module in filter(None, (attention, sys.modules.get("planted_attention"))):
         patch.setattr(module, "SPLIT_LEAST", tl.constexpr(case.split_least))

@@ -10,9 +10,7 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.mailbox import Mailbox, Request
@@ -33,9 +31,7 @@ RARE = {"fp8 blocks", "fp8 channels", "int8 channels", "int8 channels, lines and
 RARE |= {"fp8 blocks, odd sizes"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in RARE else c for c in CASES])
 def test_stages_compute_what_the_unpacked_values_say(case):
     weights = weights_of(case)
     ours = InterpretedBackend(weights, BackendOptions())
@@ -150,9 +146,7 @@ SHARED_FAULTS = {
 
 @pytest.mark.parametrize(
     "fault",
-    some_always(
-        SHARED_FAULTS, "columns share what is prepared", "nobody waits for what is prepared"
-    ),
+    some_always(SHARED_FAULTS, "columns share what is prepared", "nobody waits for what is prepared"),
 )
 def test_a_planted_fault_of_shared_steps_is_seen(fault, monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, *SHARED_FAULTS[fault])

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 import triton
 import triton.language as tl
@@ -289,9 +287,7 @@ def test_planted_faults_are_seen(name, backend, monkeypatch, tmp_path):
 def noise_kernel(ids, at, words, noise, N: tl.constexpr):
     """`at`: position, sample index, seed (low, high)."""
     i = tl.arange(0, N)
-    r = random_word(
-        tl.load(ids + i), tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    )
+    r = random_word(tl.load(ids + i), tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     tl.store(words + i, r.to(tl.int64))
     tl.store(noise + i, gumbel(r))
 

@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 from kog_triton.backends import StageTimer, serving
 from kog_triton.backends.launch_queue import LaunchQueue
@@ -162,9 +160,7 @@ def test_slots_take_turns_and_do_not_touch_each_other():
             watched.append(mailbox)
             mailbox.post(Request(2, (7,), GREEDY, 0, 1))
 
-    steps = serve(
-        backend, Request(0, (3, 42), EDITED, 5, 3), Request(1, (12, 8), GREEDY, 0, 3), host=host
-    )
+    steps = serve(backend, Request(0, (3, 42), EDITED, 5, 3), Request(1, (12, 8), GREEDY, 0, 3), host=host)
     assert tokens(steps[0]) == alone(EDITED, (3, 42), 3)
     assert tokens(steps[1]) == alone(GREEDY, (12, 8), 3)
     assert tokens(watched[0].read(2, 0)) == alone(GREEDY, (7,), 1)
@@ -221,9 +217,7 @@ def test_cancel_ends_at_a_token(in_prompt):
 
     (steps,) = serve(backend, Request(0, prompt, GREEDY, 0, 8), host=host)
     assert steps[-1].finish == "cancel"
-    assert len(steps) - 1 <= (
-        0 if in_prompt else 3
-    )  # in the pass that read the word, or the one after
+    assert len(steps) - 1 <= (0 if in_prompt else 3)  # in the pass that read the word, or the one after
 
 
 def test_prompt_log_probabilities():
@@ -383,9 +377,7 @@ def test_a_late_mask_is_named_before_those_that_waited_for_who_waits_for_it():
     tiles = backend_of(ONE).tiles
     mask, argmax = ([WAITS.index(f"sample {what}"), 0, 2] + [0] * 8 for what in ("mask", "argmax"))
     came = [0] * 11
-    assert "block 2, stage sample, for the host's mask of token 2" in describe_wait(
-        [[2], came, argmax, mask], tiles, 3
-    )
+    assert "block 2, stage sample, for the host's mask of token 2" in describe_wait([[2], came, argmax, mask], tiles, 3)
     said = describe_wait([[2], came, argmax], tiles, 3)
     assert "rank 0, block 1, stage sample, for candidates of pass 2, after 3 steps" in said
     assert describe_wait([[2], came, argmax], tiles, -9).endswith("after 9 steps of prompts")

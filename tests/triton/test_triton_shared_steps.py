@@ -13,9 +13,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip(
-        "Triton compiles for the GPU here: run on a machine without one", allow_module_level=True
-    )
+    pytest.skip("Triton compiles for the GPU here: run on a machine without one", allow_module_level=True)
 
 import triton.language as tl
 
@@ -147,9 +145,7 @@ def test_each_request_comes_and_goes_when_it_likes(monkeypatch):
 
     made = serve(backend, *requests, host=host)
     made.append(joined[0].read(3, 0))
-    assert [tokens(made[n]) for n in (0, 1, 3)] == [
-        alone(ONE, one)[0] for one in (*requests[:2], late)
-    ]
+    assert [tokens(made[n]) for n in (0, 1, 3)] == [alone(ONE, one)[0] for one in (*requests[:2], late)]
     assert made[2][-1].finish == "cancel"
     whole = alone(ONE, requests[2])[0]
     assert tokens(made[2]) == whole[: len(tokens(made[2]))] and len(made[2]) >= 5
@@ -427,8 +423,5 @@ def test_stamps_know_which_run_of_a_layer_they_are_of(format):
     assert each == (10 if format else 8)
     for step in range(40):
         first = step * (spec.num_layers * each + 1)
-        runs = [
-            shared_step.layer_run.fn(first + layer * each, tiles)
-            for layer in range(spec.num_layers)
-        ]
+        runs = [shared_step.layer_run.fn(first + layer * each, tiles) for layer in range(spec.num_layers)]
         assert runs == list(range(step * spec.num_layers, (step + 1) * spec.num_layers))

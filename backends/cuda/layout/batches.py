@@ -211,10 +211,7 @@ def units_over(lo: CudaLowering, stage: Stage, columns: int) -> int:
     units = _most_units(lo, stage)
     pieces = units * unit_pieces(lo.tilings[stage.name].unit_rows, columns)
     most = MOST_ROUNDS * WARPS
-    if (
-        units <= max(units_in_place(lo, stage, columns), _fewest_units(lo, stage, columns))
-        or pieces > most
-    ):
+    if units <= max(units_in_place(lo, stage, columns), _fewest_units(lo, stage, columns)) or pieces > most:
         return 0
     room = _free_room(lo, columns) - lo.operands_at(stage, columns)
     return units if units * sum_bytes(lo, stage, columns) <= room else 0

@@ -65,9 +65,7 @@ def layout_of_chunks(
     return None
 
 
-def lay_out_columns(
-    lowering: CudaLowering, max_context: int, columns: int, chunk: bool = False
-) -> Layout:
+def lay_out_columns(lowering: CudaLowering, max_context: int, columns: int, chunk: bool = False) -> Layout:
     """Regions and shared memory for `columns` (COUNTS) requests a step, or positions of one prompt if it is a
     `chunk`; ModelError if they do not fit."""
     check_model(lowering)

@@ -139,9 +139,7 @@ def column_kernel(lowering: CudaLowering, splits: int, columns: int) -> ex.Kerne
         *(ex.Fence(step, (last,)) for step in ("down_proj_sum", "layer_end")),
     )
     steps = ex.layer_steps(schedule, COLUMN_STEPS)
-    return _with_buffers(
-        ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks), "_sent"
-    )
+    return _with_buffers(ex.Kernel(lanes, last + 1, tuple(out), steps, ends, fences, ranks), "_sent")
 
 
 def _hows(spec: ModelSpec) -> set[Reduce]:
@@ -185,9 +183,7 @@ def _splits(spec: ModelSpec, heads: int, splits: int) -> list[tuple[str, int, in
     ]
 
 
-def _mix(
-    spec: ModelSpec, columns: int, agree: Steps
-) -> tuple[list[ex.Exchange], tuple[Steps, ...]]:
+def _mix(spec: ModelSpec, columns: int, agree: Steps) -> tuple[list[ex.Exchange], tuple[Steps, ...]]:
     """What the head scores of the lanes' streams, if they are mixed; and the ends of a token."""
     mixed = spec.hidden_size if spec.num_lanes > 1 and spec.head is not Head.VOCAB_PARALLEL else 0
     joined = 0 if spec.head is Head.CONCAT else mixed

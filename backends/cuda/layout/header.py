@@ -50,9 +50,7 @@ def render(layout: Layout) -> str:
     lines += ['#define KOG_WORD_SCOPE "sys"'] if schedule.num_ranks > 1 else []
     lines += ["#include <kog/ptx.h>", "", "namespace kog {"]
     lines += [f"{KNOWN} int {_camel('k_' + k)} = {v};" for k, v in _numbers(layout).items()]
-    lines += [
-        f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()
-    ]
+    lines += [f"{KNOWN} bool {_camel('k_' + k)} = {str(v).lower()};" for k, v in _flags(layout).items()]
     lines.append(f"{KNOWN} u32 kCachePlanes = {math.prod(layout.cache_shape[:4])};")
     lines.append(f"{KNOWN} float kNormEps = {float(spec.norm_eps)!r}f;")
     lines.append(f"{KNOWN} float kPairScale = {wire.SCALE[spec.dtype]!r}f;")
@@ -101,11 +99,8 @@ def _numbers(layout: Layout) -> dict[str, int]:
         "ring_slots": layout.ring_slots,
         "window_slots": layout.windows[0],
         "calm_slots": layout.windows[1],
-        "ahead_slots": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks)
-        // lo.ring_slot_bytes,
-        "ahead_ticks": int(
-            (AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.ring_slot_bytes / (16 * KB) / lo.pace
-        ),
+        "ahead_slots": min(AHEAD_BYTES, lo.gpu.l2_bytes // 3 // lo.num_blocks) // lo.ring_slot_bytes,
+        "ahead_ticks": int((AHEAD_TICKS if one else COLUMN_AHEAD_TICKS) * lo.ring_slot_bytes / (16 * KB) / lo.pace),
         "columns": layout.columns,
         "partial_bytes": layout.partial_bytes,
         "sampling_bytes": layout.partial_bytes or layout.scratch_bytes,
@@ -329,9 +324,7 @@ def _tables(layout: Layout) -> list[str]:
 
 def _sampling() -> list[str]:
     """Places of a request's words, and the definition's numbers."""
-    flags = ", ".join(
-        f"{_camel('k_' + (flag.name or '').lower())} = {int(flag)}" for flag in request_words.Flag
-    )
+    flags = ", ".join(f"{_camel('k_' + (flag.name or '').lower())} = {int(flag)}" for flag in request_words.Flag)
     return [
         _constants("Request", request_words.OFFSETS),
         f"enum Flag : unsigned {{ {flags} }};",

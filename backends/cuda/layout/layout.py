@@ -53,9 +53,7 @@ from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
 
 HELPERS = 4 * 32  # one warp fills the ring, one watches over waits; four give up registers together
-SMALL_BYTES = (
-    832  # of shared memory: sums of squares, candidates, cursors, flags; of so many blocks:
-)
+SMALL_BYTES = 832  # of shared memory: sums of squares, candidates, cursors, flags; of so many blocks:
 PARTIAL_BYTES = 2 * PARTIAL_ROWS * WARPS * 4
 ROW_WORDS = 4  # a row begins at a multiple of what one thread loads at once
 
@@ -70,9 +68,7 @@ class Layout:
     ring_slots: int
     threads: int = THREADS + HELPERS
     columns: int = 1  # tokens that one step computes
-    chunk: bool = (
-        False  # they are positions in a row of one prompt, not one each of several requests
-    )
+    chunk: bool = False  # they are positions in a row of one prompt, not one each of several requests
     partial_bytes: int = PARTIAL_BYTES
     small_bytes: int = SMALL_BYTES
     joined_at: int = 0  # in scratch: what other lanes have sent (include/kog/columns/lanes.h)
@@ -259,11 +255,6 @@ def check_model(lowering: CudaLowering) -> None:
     if spec.vocab_size % ranks:
         raise ModelError(f"vocab_size {spec.vocab_size} does not divide over {ranks} GPUs")
     if spec.head_dim > 256 or spec.head_dim % 8:
-        raise ModelError(
-            f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256"
-        )
+        raise ModelError(f"head_dim {spec.head_dim}: the cuda backend takes multiples of 8 up to 256")
     if spec.group > HEADS_AT_ONCE * WARPS:
-        raise ModelError(
-            f"{spec.group} query heads a key/value head: the cuda backend takes "
-            f"{HEADS_AT_ONCE * WARPS}"
-        )
+        raise ModelError(f"{spec.group} query heads a key/value head: the cuda backend takes {HEADS_AT_ONCE * WARPS}")

@@ -156,9 +156,7 @@ def _structure(kind: type[ctypes.Structure], name: str = "") -> list[str]:
         members += f"{text} {member}{f'[{length}]' if length else ''}; "
         checks[f"KOG_OFFSET({name}, {member})"] = getattr(kind, member).offset
         checks[f"sizeof({name}::{member})"] = getattr(kind, member).size
-    asserts = [
-        f'static_assert({x} == {n}, "{n} for the host (protocol.py)");' for x, n in checks.items()
-    ]
+    asserts = [f'static_assert({x} == {n}, "{n} for the host (protocol.py)");' for x, n in checks.items()]
     return [f"struct {name} {{ {members}}};", *asserts]
 
 

@@ -157,8 +157,7 @@ class Cut:
         """int32 [tiles, 2]: a tile's first part and how many it has."""
         tile, rest = np.arange(self.tiles, dtype=np.int64), self.tiles * self.steps
         first, last = (
-            ((step + 1) * self.blocks - 1) // rest
-            for step in (tile * self.steps, (tile + 1) * self.steps - 1)
+            ((step + 1) * self.blocks - 1) // rest for step in (tile * self.steps, (tile + 1) * self.steps - 1)
         )
         return np.stack([first + tile, last - first + 1], 1).astype(np.int32)
 

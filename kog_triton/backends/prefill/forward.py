@@ -82,9 +82,7 @@ class PrefillPass:
             self._ahead.wait()
         return import_module(FUSED) if self._fuses else None
 
-    def compile_ahead(
-        self, caches: Sequence[Tensor], told: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def compile_ahead(self, caches: Sequence[Tensor], told: tuple[Tensor, Tensor] | None = None) -> None:
         """Begin to compile what Triton runs between products; the first pass waits for it.
 
         caches  as of `layers_of`, of every kind that passes will fill
@@ -172,8 +170,7 @@ class PrefillPass:
                 rows, x, a = 1, head.of(x), head.of(a)
                 tokens = rows + PASS_TOKENS
                 delayed = {
-                    module: [(head.of(own), head.of(every)) for own, every in late]
-                    for module, late in delayed.items()
+                    module: [(head.of(own), head.of(every)) for own, every in late] for module, late in delayed.items()
                 }
             yield Work("o_proj", tokens * outputs, rows)
             o = self._outputs.send(self.matrices.product(index, "o_proj", a, w.o_bias))
@@ -249,9 +246,7 @@ class PrefillPass:
         home[:, :, 1].copy_(qkv[:, :, rotating:].transpose(1, 2))
         return rotated[:, :, :heads].to(self.dtype).transpose(1, 2)
 
-    def _join(
-        self, x: Tensor, o: Tensor, how: Reduce, delayed: list[tuple[Tensor, Tensor]]
-    ) -> None:
+    def _join(self, x: Tensor, o: Tensor, how: Reduce, delayed: list[tuple[Tensor, Tensor]]) -> None:
         """Add module outputs o [S, T, hidden] to x in place; `delayed` keeps what arrives late: o, and all ranks'."""
         lanes, delay = self.spec.num_lanes, self.spec.delay
         every = self._outputs.all(o)
@@ -320,9 +315,7 @@ def rows_at_once(first: int, end: int) -> list[slice]:
     return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
 
-def band(
-    first: int, end: int, start: int, window: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def band(first: int, end: int, start: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What is added to scores of queries [first, end) by keys [start, end): 0, or the least number.
 
     Finite, because a row whose first tile of keys is all hidden would make NaN of infinities.
@@ -354,9 +347,7 @@ def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     if q.shape[2] == keys.shape[2]:
         return scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, keys, values, is_causal=True
-    )[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, is_causal=True)[0]
     return out
 
 

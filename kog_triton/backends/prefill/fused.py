@@ -24,9 +24,7 @@ GATED = 1024  # values of a program
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def norm_kernel(
-    x, o, gain, y, tokens, width, gain_step, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
+def norm_kernel(x, o, gain, y, tokens, width, gain_step, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -47,9 +45,7 @@ def gate_kernel(gate_up, h, width, BLOCK: tl.constexpr):
     pair = gate_up + (row * width + at) * 2
     gate = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(pair + 1, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        h + row * width + at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=inside
-    )
+    tl.store(h + row * width + at, (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "tokens"])
@@ -109,9 +105,7 @@ def only_compile(kernel, grid):
     return partial(kernel.warmup, grid=grid)
 
 
-def normed(
-    x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype, o: Tensor | None, call=launch
-) -> Tensor:
+def normed(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype, o: Tensor | None, call=launch) -> Tensor:
     """Add o [S, T, hidden], if any, to x in place; x / rms(x) * gain in `dtype`."""
     lanes, tokens, width = x.shape
     y = torch.empty(x.shape, dtype=dtype, device=x.device)

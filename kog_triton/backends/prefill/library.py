@@ -193,9 +193,7 @@ class LibraryPrefill:
         if token_ids:
             self.begin(token_ids, first, cache).advance(math.inf, at_once=True)
 
-    def begin(
-        self, token_ids: Sequence[int], first: int, cache: Tensor, streams: Tensor | None = None
-    ) -> PromptRun:
+    def begin(self, token_ids: Sequence[int], first: int, cache: Tensor, streams: Tensor | None = None) -> PromptRun:
         """As `run`, but nothing is queued yet; `cache` is written to until the run has ended or is let go.
 
         streams  float32 [lanes, hidden]: get those of the last token behind all layers; of a library `to_head`
@@ -236,9 +234,7 @@ class LibraryPrefill:
             yield from self._chunks(ids, first, cache, streams)
         self._ran.add(BUCKET if row is None else SUFFIX)
 
-    def _suffix(
-        self, suffixes: Suffixes, ids: Tensor, first: int, row: int, at_once: bool
-    ) -> Iterator[Piece]:
+    def _suffix(self, suffixes: Suffixes, ids: Tensor, first: int, row: int, at_once: bool) -> Iterator[Piece]:
         wanted = Graphed(SUFFIX, size_of(len(ids)))
         if at_once and wanted in self._graphs:
             suffixes.write(ids, first, row)
@@ -247,9 +243,7 @@ class LibraryPrefill:
             for work in suffixes.pieces(ids, first, row):
                 yield piece_of(first, work)
 
-    def _chunks(
-        self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None
-    ) -> Iterator[Piece]:
+    def _chunks(self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None) -> Iterator[Piece]:
         parts = chunks_of(first, len(ids), self.chunk)
         there, last = upload_chunks(ids, parts, self.device)
         for part in parts:
@@ -337,15 +331,10 @@ class LibraryPrefill:
 def chunks_of(first: int, count: int, chunk: int) -> list[slice]:
     """The tokens of the passes of a prompt of `count` from position `first` on: each ends at a multiple of `chunk`."""
     ends = [*range(first // chunk * chunk + chunk, first + count, chunk), first + count]
-    return [
-        slice(start - first, end - first)
-        for start, end in zip([first, *ends[:-1]], ends, strict=True)
-    ]
+    return [slice(start - first, end - first) for start, end in zip([first, *ends[:-1]], ends, strict=True)]
 
 
-def upload_chunks(
-    ids: Tensor, chunks: Sequence[slice], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def upload_chunks(ids: Tensor, chunks: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens on a device, and the number of the last one in its chunk, int64 [1]."""
     words = torch.empty(1 + len(ids), dtype=torch.int64, device=device)
     last = torch.tensor([len(ids) - 1 - chunks[-1].start])

@@ -147,15 +147,11 @@ class Bucketed:
     words  int64: the number of the last token that is no padding, then tokens
     """
 
-    def __init__(
-        self, walk: PrefillPass, shape: Sequence[int], schedule: Schedule, longest: int
-    ) -> None:
+    def __init__(self, walk: PrefillPass, shape: Sequence[int], schedule: Schedule, longest: int) -> None:
         device, (layers, shards, heads, kinds, width) = walk.device, shape
         self.walk = walk
         self.words = torch.zeros(1 + longest, dtype=torch.int64, device=device)
-        self._cache = torch.zeros(
-            layers, shards, heads, kinds, longest, width, dtype=walk.dtype, device=device
-        )
+        self._cache = torch.zeros(layers, shards, heads, kinds, longest, width, dtype=walk.dtype, device=device)
         streams = torch.zeros(shards, schedule.spec.hidden_size, device=device)
         self._head = ToHead(streams, self.words[:1])
 
@@ -242,9 +238,7 @@ class RankPrefill:
         self._rate, self._ran = Rate(), False
         self._sizes = [size for size in buckets if size <= min(max_context, CHUNK)]
         self._buckets = [
-            Bucketed(walk, self._shape, schedule, max(self._sizes))
-            for walk in self._passes
-            if self._sizes
+            Bucketed(walk, self._shape, schedule, max(self._sizes)) for walk in self._passes if self._sizes
         ]
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._to_capture = list(self._sizes) if self.device.type == "cuda" else []
@@ -265,9 +259,7 @@ class RankPrefill:
         pieces = partial(self._pieces, ids, first, caches, streams)
         others = [walk.device for walk in self._passes[1:]]
         end, short = first + len(ids), first == 0 and 0 < self._size_for(len(ids)) <= SHORT
-        run = RankRun(
-            first, end, pieces, self._settings, self.device, self._rate, short, others=others
-        )
+        run = RankRun(first, end, pieces, self._settings, self.device, self._rate, short, others=others)
         run.meets = self._exchange.meets
         return run
 
@@ -344,9 +336,7 @@ class RankPrefill:
             pool = before[rank].pool() if before else None  # none runs beside another of its GPU
             # torch captures on one stream of its own, which is of the first GPU that it captured on.
             stream = torch.cuda.Stream(held.walk.device)
-            capture = torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            )
+            capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with on_device(held.walk.device), capture:
                 for _ in held.layers_of(size):
                     pass

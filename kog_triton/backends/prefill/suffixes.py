@@ -31,9 +31,7 @@ def reads_suffixes(slots: Tensor) -> bool:
     of slots whose rows are counted in 31 bits."""
     rows, rest = divmod(slots.stride(0), slots.stride(5))
     counted = not rest and len(slots) * rows < 1 << 31
-    return (
-        counted and slots.shape[2] == 1 and aligns_ends(slots.device, slots.dtype, slots.shape[6])
-    )
+    return counted and slots.shape[2] == 1 and aligns_ends(slots.device, slots.dtype, slots.shape[6])
 
 
 class SuffixWords:

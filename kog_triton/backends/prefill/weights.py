@@ -106,9 +106,7 @@ def load_layer(
 
     return LayerWeights(
         attention_norm=norm("attention_norm"),
-        qkv_bias=torch.cat(biases("qkv_proj", "q_bias", "k_bias", "v_bias"), 1)
-        if spec.qkv_bias
-        else None,
+        qkv_bias=torch.cat(biases("qkv_proj", "q_bias", "k_bias", "v_bias"), 1) if spec.qkv_bias else None,
         qk_norm=head_norms() if spec.qk_norm else None,
         o_bias=biases("o_proj", "o_bias")[0] if spec.o_bias else None,
         mlp_norm=norm("mlp_norm"),

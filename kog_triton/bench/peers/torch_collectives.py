@@ -61,9 +61,7 @@ def measure(backend: str, sizes: list[int], device: torch.device) -> dict[str, d
             shared.fill_(1)
 
             def one_shot(shared: torch.Tensor = shared) -> torch.Tensor:
-                out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
-                    shared, "sum", group.group_name
-                )
+                out: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group.group_name)
                 return out
 
             if not (one_shot() == world).all():

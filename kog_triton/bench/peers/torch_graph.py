@@ -138,10 +138,7 @@ class PlainDecoder:
         """Logits of a sequence from position 0 on, in chunks."""
         tokens = torch.tensor(list(ids), device=self.embed.device)
         positions = self.keys_at[: len(tokens)]
-        return [
-            self.forward(tokens[i : i + CHUNK], positions[i : i + CHUNK])
-            for i in range(0, len(tokens), CHUNK)
-        ]
+        return [self.forward(tokens[i : i + CHUNK], positions[i : i + CHUNK]) for i in range(0, len(tokens), CHUNK)]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

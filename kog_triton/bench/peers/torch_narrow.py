@@ -25,39 +25,25 @@ _BLOCK = 128  # weights and activations that share a scale, in FP8 blocks
 # 128x128 2D Block Scaling for FP8 Data Types" of its guide).
 _FOURS = 4
 _INT4_GROUPS = (32, 64, 128, 256)  # those that _weight_int4pack_mm takes
-_INNER_K_TILES = (
-    8  # of its packing: tiles of 16 columns that one load brings, the most that it knows
-)
+_INNER_K_TILES = 8  # of its packing: tiles of 16 columns that one load brings, the most that it knows
 
 
 def why_not(how: WeightFormat, cols: int) -> str:
     """Why torch has no product of such weights of so many columns, "" if it has."""
     if how.code is Code.UINT4 and how.group_rows == 1 and how.group_cols in _INT4_GROUPS:
-        return (
-            ""
-            if how.offset is not Offset.MINIMUM
-            else "torch's int4 product has zero points, not minimums"
-        )
+        return "" if how.offset is not Offset.MINIMUM else "torch's int4 product has zero points, not minimums"
     if how.code is Code.E4M3 and (how.group_rows, how.group_cols) == (1, 0):
         return ""
     if how.code is Code.E4M3 and (how.group_rows, how.group_cols) == (_BLOCK, _BLOCK):
         whole = cols % (_FOURS * _BLOCK) == 0
-        return (
-            ""
-            if whole
-            else f"torch's product of FP8 blocks takes fours of them, not {cols} columns"
-        )
+        return "" if whole else f"torch's product of FP8 blocks takes fours of them, not {cols} columns"
     return f"torch has no product of {how.name} weights"
 
 
 def join_rows(parts: Sequence[NarrowTensor]) -> NarrowTensor:
     """The rows [rows, columns] of several matrices of one format under each other; each ends with a whole group."""
     first = parts[0]
-    offsets = (
-        None
-        if first.offsets is None
-        else torch.cat([p.offsets for p in parts if p.offsets is not None])
-    )
+    offsets = None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None])
     return NarrowTensor(
         first.format,
         torch.cat([p.codes for p in parts]),
@@ -83,9 +69,7 @@ class Int4Linear:
         if weight.offsets is not None:
             zeros = (SYMMETRIC - weight.offsets.float()) * scales
         self._scales = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous().bfloat16()
-        self.nbytes = (
-            self._packed.nbytes + self._scales.nbytes + (0 if bias is None else bias.nbytes)
-        )
+        self.nbytes = self._packed.nbytes + self._scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         product = torch._weight_int4pack_mm_for_cpu if self._on_cpu else torch._weight_int4pack_mm
@@ -101,9 +85,7 @@ class Fp8Linear:
         self._blocks = weight.format.group_cols == _BLOCK
         # the library wants a scale a row as [1, rows], those of blocks as [column blocks, row blocks], rows first
         self._scales = weight.scale_values().T
-        self.nbytes = (
-            weight.codes.nbytes + self._scales.nbytes + (0 if bias is None else bias.nbytes)
-        )
+        self.nbytes = weight.codes.nbytes + self._scales.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % _FOURS)) if self._blocks else x
@@ -111,12 +93,8 @@ class Fp8Linear:
         scales = groups.abs().amax(-1).clamp(min=1e-12) / torch.finfo(_E4M3).max
         codes = (groups / scales[..., None]).flatten(-2).to(_E4M3)
         if self._blocks:
-            scales = (
-                scales.T.contiguous().T
-            )  # the library wants those of one column of blocks beside each other
-        out = torch._scaled_mm(
-            codes, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=x.dtype
-        )[: len(x)]
+            scales = scales.T.contiguous().T  # the library wants those of one column of blocks beside each other
+        out = torch._scaled_mm(codes, self._weight, scale_a=scales, scale_b=self._scales, out_dtype=x.dtype)[: len(x)]
         return out if self._bias is None else out + self._bias
 
 

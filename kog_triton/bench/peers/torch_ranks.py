@@ -104,9 +104,7 @@ def serve(
         torch.set_num_threads(1)
     engine = None
     try:
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks
-        )
+        dist.init_process_group("nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks)
         engine = RankGraph(Setting(weights, device, context), way)
         orders.send((engine.memory_bytes(), ""))
         while True:

@@ -144,9 +144,7 @@ class SummedLinear(WideLinear):
 class RankDecoder(PlainDecoder):
     """A rank's part: `forward` gives the logits of its own ids, [T, vocab / ranks]."""
 
-    def __init__(
-        self, weights: WeightSource, device: torch.device, context: int, sums: Sums | None = None
-    ) -> None:
+    def __init__(self, weights: WeightSource, device: torch.device, context: int, sums: Sums | None = None) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.sums: Sums = sums or LibrarySums()
         own = RankWeights(weights, self.rank, self.ranks)

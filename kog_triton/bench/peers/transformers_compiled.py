@@ -93,9 +93,7 @@ class TransformersCompiled(TransformersPeer):
 
     def _choose(self, ids: torch.Tensor) -> None:
         """Run ids [1, T] after what the cache holds; the greedy next token goes to `_token`."""
-        out = self._model(
-            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        )
+        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
 
     def _bring(self, index: int) -> Callable[[], Any]:

@@ -45,9 +45,7 @@ class Awq:
         rows, cols = module.matrix()
         group = self.group or cols
         if rows % 8 or cols % group:
-            raise module.error(
-                f"{rows} x {cols} weights do not divide into words of 8 and groups of {group}"
-            )
+            raise module.error(f"{rows} x {cols} weights do not divide into words of 8 and groups of {group}")
         module.take("qweight", (cols, rows // 8), "I32")
         module.take("qzeros", (cols // group, rows // 8), "I32")
         scale = module.take_scale("scales", (cols // group, rows))

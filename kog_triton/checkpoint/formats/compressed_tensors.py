@@ -87,9 +87,7 @@ class CompressedTensors:
                 raise entries.error([name], "an object with targets and weights")
             groups.append(_group(entry, config))
             if any(entry.mapping(f"{side}_activations") for side in ("input", "output")):
-                notes.append(
-                    "activations stay wide: the checkpoint's narrow activations are not used"
-                )
+                notes.append("activations stay wide: the checkpoint's narrow activations are not used")
         cache = config.mapping("kv_cache_scheme") is not None
         if cache:
             notes.append("the KV cache stays wide: the checkpoint's narrow cache is not used")
@@ -130,9 +128,7 @@ def _group(entry: Config, whole: Config) -> Group:
     weights.only("actorder", False, "weight", "static")
     bits = weights.integer("num_bits", high=16, default=8)
     kind = weights.choice("type", of=("int", "float"), default="int")
-    code = {("int", 4): Code.UINT4, ("int", 8): Code.INT8, ("float", 8): Code.E4M3}.get(
-        (kind, bits)
-    )
+    code = {("int", 4): Code.UINT4, ("int", 8): Code.INT8, ("float", 8): Code.E4M3}.get((kind, bits))
     if layout == "mxfp4-pack-quantized" and (kind, bits) == ("float", 4):
         code = Code.E2M1
     size = weights.integer("group_size", low=-1, high=1 << 16, default=None)
@@ -189,11 +185,7 @@ def _find_plain(group: Group, module: Module) -> Found:
     grid = (*module.shape[:-2], *how.grid(*module.shape[-2:]))
 
     def read(m: Module) -> NarrowTensor:
-        if (
-            group.symmetric
-            and m.has("weight_zero_point")
-            and bool(m.read("weight_zero_point").any())
-        ):
+        if group.symmetric and m.has("weight_zero_point") and bool(m.read("weight_zero_point").any()):
             raise ModelError("the weights are symmetric but a zero point is not 0")
         zeros = None if group.symmetric else m.read("weight_zero_point").reshape(grid)
         return NarrowTensor(how, m.read("weight"), m.read("weight_scale").reshape(grid), zeros)

@@ -28,9 +28,7 @@ class Fp8:
     @classmethod
     def of(cls, config: Config) -> "Fp8":
         config.only("fmt", "e4m3")
-        config.only(
-            "scale_fmt", "float", "ue8m0"
-        )  # how scales were rounded; their type says how they are stored
+        config.only("scale_fmt", "float", "ue8m0")  # how scales were rounded; their type says how they are stored
         how = config.choice("activation_scheme", of=("dynamic", "static"), default="dynamic")
         block = config.integers("weight_block_size", low=1, high=1 << 16, default=(0, 0))
         if len(block) != 2:
@@ -50,9 +48,7 @@ class Fp8:
         grid = WeightFormat(Code.E4M3, high, wide, Scale.F32).grid(rows, cols)
         shape = grid if high else module.stored_shape(name) if module.has(name) else (1,)
         if not high and shape not in ONE_VALUE:
-            raise module.error(
-                f"{name} has shape {list(shape)}: without weight_block_size it is one value"
-            )
+            raise module.error(f"{name} has shape {list(shape)}: without weight_block_size it is one value")
         module.take("weight", (rows, cols), "F8_E4M3")
         scale = module.take_scale(name, shape, "F32", "BF16", "F16", "F8_E8M0")
         module.ignore("input_scale", "activation_scale")

@@ -58,9 +58,7 @@ class Gptq:
         rows, cols = module.matrix()
         group = self.group or cols
         if rows % 8 or cols % 8 or cols % group:
-            raise module.error(
-                f"{rows} x {cols} weights do not divide into words of 8 and groups of {group}"
-            )
+            raise module.error(f"{rows} x {cols} weights do not divide into words of 8 and groups of {group}")
         module.take("qweight", (cols // 8, rows), "I32")
         module.take("qzeros", (cols // group, rows // 8), "I32")
         scale = module.take_scale("scales", (cols // group, rows))
@@ -77,9 +75,7 @@ class Gptq:
             codes = unpack_words(m.read("qweight").T.contiguous(), 4)
             zeros = unpack_words(m.read("qzeros"), 4).T.contiguous()
             if self.stored_less and bool((zeros == 15).any()):
-                raise ModelError(
-                    "qzeros has a 15, which readers of this version take for 0 or for 16"
-                )
+                raise ModelError("qzeros has a 15, which readers of this version take for 0 or for 16")
             zeros = zeros + self.stored_less
             if self.symmetric and bool((zeros != SYMMETRIC).any()):
                 raise ModelError(f"sym is true but a zero point is not {SYMMETRIC}")

@@ -61,8 +61,7 @@ class Module:
             )
         if stored.dtype not in dtypes:
             raise ModelError(
-                f"{stored.file}: tensor {shown(name)} is stored as {stored.dtype}:"
-                f" it must be {' or '.join(dtypes)}"
+                f"{stored.file}: tensor {shown(name)} is stored as {stored.dtype}: it must be {' or '.join(dtypes)}"
             )
         self.used.append(name)
         return stored.dtype

@@ -79,11 +79,7 @@ class Excluded:
         self.names = names(values, field)
 
     def __contains__(self, module: str) -> bool:
-        return any(
-            module == n or module.startswith(f"{n.rstrip('.')}.") or module.endswith(n)
-            for n in self.names
-            if n
-        )
+        return any(module == n or module.startswith(f"{n.rstrip('.')}.") or module.endswith(n) for n in self.names if n)
 
 
 def group_and_excluded(config: Config) -> tuple[int, Excluded]:

@@ -108,10 +108,7 @@ def gguf_sources(spec: ModelSpec, architecture: str) -> dict[str, Source]:
 def _config(metadata: Mapping[str, Any], tensors: GgufTensors) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"general.architecture is {shown(architecture)}:"
-            f" it must be one of {', '.join(ARCHITECTURES)}"
-        )
+        raise ModelError(f"general.architecture is {shown(architecture)}: it must be one of {', '.join(ARCHITECTURES)}")
     own = Config(
         {k.partition(".")[2]: v for k, v in metadata.items() if k.startswith(f"{architecture}.")},
         f"{architecture}.",
@@ -174,9 +171,7 @@ def _ends(metadata: Config) -> dict[str, Any]:
     return found
 
 
-def _rope_scaling(
-    own: Config, tensors: GgufTensors, config: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _rope_scaling(own: Config, tensors: GgufTensors, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """As config.json's rope_scaling, None without; a factor without a type is linear, as llama.cpp has it."""
     factor = own.number("rope.scaling.factor", "rope.scale_linear", low=0, high=1e6, default=0.0)
     default = "linear" if factor else "none"

@@ -146,9 +146,7 @@ class Directory:
                 f"tensor {shown(entry.name)}: {entry.num_bytes} bytes from {first} on do not lie in"
                 f" the file of {len(self.data)}: download it again"
             )
-        self.entries[entry.name] = Entry(
-            entry.name, entry.kind, entry.shape, first, entry.num_bytes
-        )
+        self.entries[entry.name] = Entry(entry.name, entry.kind, entry.shape, first, entry.num_bytes)
 
     def _entry(self) -> Entry:
         name = self._string(MAX_NAME)
@@ -159,14 +157,10 @@ class Directory:
         kind, offset = self._scalar("I"), self._scalar("Q")
         if kind not in TYPES:
             called = f" ({_UNREAD[kind]})" if kind in _UNREAD else ""
-            raise self.error(
-                f"tensor {shown(name)} has ggml type {kind}{called}: it is not supported"
-            )
+            raise self.error(f"tensor {shown(name)} has ggml type {kind}{called}: it is not supported")
         word, block, block_bytes = TYPES[kind]
         if min(shape) < 1 or shape[-1] % block:
-            raise self.error(
-                f"tensor {shown(name)} has shape {shown(list(shape))}, which {word} does not hold"
-            )
+            raise self.error(f"tensor {shown(name)} has shape {shown(list(shape))}, which {word} does not hold")
         num_bytes = math.prod(shape) // block * block_bytes
         if num_bytes > len(self.data):
             raise self.error(f"tensor {shown(name)} is larger than the file")
@@ -187,9 +181,7 @@ class Directory:
             self._at += count * width
             return list(found)
         if inner != _STRING:
-            raise self.error(
-                f"metadata field {shown(name)} is an array of type {inner}: it is not known"
-            )
+            raise self.error(f"metadata field {shown(name)} is an array of type {inner}: it is not known")
         self._check_values(count, 8, name)
         return [self._string() for _ in range(count)]
 
@@ -198,9 +190,7 @@ class Directory:
         self._check_count(count, least, None, f"values of {shown(name)}")
         self._values += count
         if self._values > MAX_VALUES:
-            raise self.error(
-                f"metadata field {shown(name)} has {count} values: at most {MAX_VALUES} are read"
-            )
+            raise self.error(f"metadata field {shown(name)} has {count} values: at most {MAX_VALUES} are read")
 
     def _check_count(self, count: int, least: int, most: int | None, what: str) -> None:
         """Refuse more items than the rest of the file can hold, at `least` bytes each."""

@@ -50,18 +50,14 @@ class GgufTensors:
             known = entry.kind in _WIDE or entry.kind in FORMATS
             if not known:
                 unpacked.add(entry.kind)
-            self.stored[name] = StoredTensor(
-                directory.path, entry.shape, entry.kind if known else "F16"
-            )
+            self.stored[name] = StoredTensor(directory.path, entry.shape, entry.kind if known else "F16")
         kinds = ", ".join(sorted(unpacked))
         self.notes = (f"{kinds} weights are unpacked to 16 bits (F16)",) if kinds else ()
 
     def read(self, name: str) -> torch.Tensor:
         """A wide tensor; of a narrow one its bytes, [..., blocks of a row, bytes of a block]."""
         entry = self._directory.entries[name]
-        data = torch.frombuffer(
-            self._directory.data, dtype=torch.uint8, offset=entry.first, count=entry.num_bytes
-        )
+        data = torch.frombuffer(self._directory.data, dtype=torch.uint8, offset=entry.first, count=entry.num_bytes)
         if entry.kind in _WIDE:
             return data.view(_WIDE[entry.kind]).reshape(entry.shape)
         block, size = _BYTES[entry.kind]
@@ -80,16 +76,13 @@ class GgufTensors:
             import gguf
         except ImportError:
             raise ModelError(
-                f"{self._directory.path}: {entry.kind} weights need the gguf package:"
-                ' pip install "kog-triton[gguf]"'
+                f'{self._directory.path}: {entry.kind} weights need the gguf package: pip install "kog-triton[gguf]"'
             ) from None
         kind = gguf.GGMLQuantizationType[entry.kind]
         with np.errstate(all="ignore"):  # what a damaged scale gives is refused below
             values = gguf.dequantize(blocks.flatten(-2).numpy(), kind).astype(np.float16)
         if not np.isfinite(values).all():
-            raise ModelError(
-                f"{self._directory.path}: tensor {shown(entry.name)} has a weight that F16 does not hold"
-            )
+            raise ModelError(f"{self._directory.path}: tensor {shown(entry.name)} has a weight that F16 does not hold")
         return torch.from_numpy(values)
 
     def find(self, module: Module) -> Found | None:

@@ -36,9 +36,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
         raise ModelError(f"{what}: this model is not supported, it must be one of {known}")
     family = found[0]
     if classes is not None and family.architectures and not _has_class(family, classes):
-        raise ModelError(
-            f"architectures is {shown(classes)}: it must contain {family.architectures[0]!r}"
-        )
+        raise ModelError(f"architectures is {shown(classes)}: it must contain {family.architectures[0]!r}")
     return family
 
 

@@ -74,10 +74,7 @@ def head_width(config: Config, hidden_size: int, num_heads: int, default: int = 
     """head_dim as given, else `default`, else hidden_size over the heads, which must divide it."""
     width = config.integer("head_dim", high=MAX_WIDTH, default=default)
     if not width and hidden_size % num_heads:
-        raise ModelError(
-            f"head_dim is missing and hidden_size {hidden_size} does not divide"
-            f" over {num_heads} heads"
-        )
+        raise ModelError(f"head_dim is missing and hidden_size {hidden_size} does not divide over {num_heads} heads")
     return width or hidden_size // num_heads
 
 
@@ -148,9 +145,7 @@ def layer_kinds(config: Config) -> list[str] | None:
         raise config.error(["layer_types"], f"a list of {num_layers(config)} kinds of layer")
     for kind in kinds:
         if kind not in known:
-            raise ModelError(
-                f"layer_types has {shown(kind)}: it must be {known[0]!r} or {known[1]!r}"
-            )
+            raise ModelError(f"layer_types has {shown(kind)}: it must be {known[0]!r} or {known[1]!r}")
     return kinds
 
 
@@ -191,9 +186,7 @@ def decoder_sources(spec: ModelSpec) -> dict[str, Source]:
     }
     names = {"embed": "embed_tokens.weight", "norm": "norm.weight"}
     names |= {f"layers.{{}}.{name}": f"layers.{{}}.{path}" for name, path in modules.items()}
-    sources = {
-        name: Source((f"model.{path}", path)) for name, path in names.items() if name in spec.shapes
-    }
+    sources = {name: Source((f"model.{path}", path)) for name, path in names.items() if name in spec.shapes}
     if spec.tied_embeddings:
         sources["embed"] = Source((*sources["embed"].names, "lm_head.weight"))
     else:

@@ -81,9 +81,7 @@ def _spec(config: Config) -> ModelSpec:
     )
 
 
-def _reduce(
-    config: Config, switches: tuple[str, ...], layers: int, lanes: int, delay: int
-) -> tuple[Reduce, ...]:
+def _reduce(config: Config, switches: tuple[str, ...], layers: int, lanes: int, delay: int) -> tuple[Reduce, ...]:
     """Layers before `delay` reduce at once or never; later ones late, unless switched off."""
     early = Reduce.NOW if config.boolean("use_early_comm", default=True) else Reduce.OWN
     on = config.boolean("use_comm", default=True) and config.boolean(*switches, default=True)

@@ -9,9 +9,7 @@ from kog_triton.model.spec import ModelSpec
 def _spec(config: Config) -> ModelSpec:
     config.only("attention_bias", True)
     config.only("mlp_bias", False)
-    return read_decoder(
-        config, "qwen2", num_kv_heads=32, windows=qwen_windows(config), qkv_bias=True
-    )
+    return read_decoder(config, "qwen2", num_kv_heads=32, windows=qwen_windows(config), qkv_bias=True)
 
 
 QWEN2 = Family("qwen2", ("qwen2",), ("Qwen2ForCausalLM",), _spec, decoder_sources)

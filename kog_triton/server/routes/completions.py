@@ -35,9 +35,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     _check(body)
 
     async def prepare() -> tuple[list[Job], Interval, Renderer]:
-        jobs = [
-            await _job(service, body, prompt, namespace_of(request)) for prompt in body.prompts()
-        ]
+        jobs = [await _job(service, body, prompt, namespace_of(request)) for prompt in body.prompts()]
         renderer = CompletionAnswer(
             new_id("cmpl"),
             service.model,
@@ -71,13 +69,9 @@ def _check(body: CompletionBody) -> None:
         raise Problem(400, "echo with logprobs is not streamed: leave out stream", param="stream")
 
 
-async def _job(
-    service: Service, body: CompletionBody, prompt: str | list[int], namespace: str
-) -> Job:
+async def _job(service: Service, body: CompletionBody, prompt: str | list[int], namespace: str) -> Job:
     model, text = service.model, prompt if isinstance(prompt, str) else None
-    found = (
-        await service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-    )
+    found = await service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     ids = check_ids(found, model.opened.spec.vocab_size)
     if text is None and body.echo:  # in a thread: a long one takes a while
         text = await asyncio.to_thread(model.tokenizer.decode, ids, skip_special_tokens=False)

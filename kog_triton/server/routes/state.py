@@ -74,9 +74,7 @@ def _card(request: Request, name: str) -> dict[str, Any]:
     }
 
 
-@router.get(
-    "/version", operation_id="version", response_model=None, responses={200: {"model": Version}}
-)
+@router.get("/version", operation_id="version", response_model=None, responses={200: {"model": Version}})
 async def version() -> dict[str, str]:
     return {"version": __version__}
 

@@ -63,9 +63,7 @@ def parts_of(content: Any, where: str) -> Any:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Problem(
-                400, f"{where}[{i}] is of type {str(kind)[:40]}: only text is read", param=where
-            )
+            raise Problem(400, f"{where}[{i}] is of type {str(kind)[:40]}: only text is read", param=where)
         parts.append({"type": "text", "text": text})
     return parts
 

@@ -43,11 +43,7 @@ class Conversation(Body):
             messages.append({"role": "system", "content": text})
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")
-        tools = [
-            _tool(tool, i)
-            for i, tool in enumerate(self.tools or ())
-            if tool.get("type") in FUNCTIONS
-        ]
+        tools = [_tool(tool, i) for i, tool in enumerate(self.tools or ()) if tool.get("type") in FUNCTIONS]
         thinks = (self.thinking or {}).get("type")
         if thinks not in (None, "enabled", "disabled", "adaptive"):
             raise Problem(
@@ -145,9 +141,7 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
             told = content
             if not isinstance(content, str):
                 told = content_of("tool", [_text(b, where) for b in content])
-            results.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told}
-            )
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told})
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}

@@ -102,12 +102,8 @@ class ResponsesBody(StreamBody):
                 param="top_logprobs",
             )
         if self.truncation == "auto":
-            raise Problem(
-                400, "truncation auto is not supported: shorten the input", param="truncation"
-            )
-        messages = (
-            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        )
+            raise Problem(400, "truncation auto is not supported: shorten the input", param="truncation")
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         messages += chat_messages(self.input)
         if not messages:
             raise Problem(400, "input is empty: give a text, or at least one item", param="input")
@@ -178,9 +174,7 @@ def chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             if thought:
                 found.append({"role": "assistant", "content": None, "reasoning_content": thought})
         else:
-            raise Problem(
-                400, f"{where} is of type {str(kind)[:40]}, which is not supported", param="input"
-            )
+            raise Problem(400, f"{where} is of type {str(kind)[:40]}, which is not supported", param="input")
     return found
 
 

@@ -206,15 +206,11 @@ class SamplingBody(StreamBody):
     def interval(self, default: Interval) -> Interval:
         """How often the stream speaks."""
         tokens = default.tokens if self.stream_interval is None else self.stream_interval
-        seconds = (
-            default.seconds if self.stream_interval_ms is None else self.stream_interval_ms / 1e3
-        )
+        seconds = default.seconds if self.stream_interval_ms is None else self.stream_interval_ms / 1e3
         if self.stream_interval is None and self.stream_interval_ms is not None:
             tokens = 0
         return Interval(seconds, tokens)
 
 
 # Fields that shape an answer: bodies of endpoints that do not read them refuse them.
-SHAPING = REFUSED | (
-    set(SamplingBody.model_fields) - {"model", "n", "max_tokens", "stream_options"}
-)
+SHAPING = REFUSED | (set(SamplingBody.model_fields) - {"model", "n", "max_tokens", "stream_options"})

@@ -32,9 +32,7 @@ from tests.lib.gfx942.lanes import needed as needed_before
 CONSTANTS = range(128, VECTOR)  # operand codes of no register
 ZERO = 128
 SCRATCH = 1024  # the code of its first word, behind those of registers
-SPILLS = tuple(
-    f"SCRATCH_{kind}_DWORD{wide}" for kind in ("LOAD", "STORE") for wide in ("", "X2", "X3", "X4")
-)
+SPILLS = tuple(f"SCRATCH_{kind}_DWORD{wide}" for kind in ("LOAD", "STORE") for wide in ("", "X2", "X3", "X4"))
 WHOLE_WORD = 6  # of SDWA's selections
 SOURCES = ("src0", "src1", "src2", "vsrc0", "vsrc1", "ssrc0", "ssrc1")
 REFUSED = (
@@ -72,9 +70,7 @@ class Moves(NamedTuple):
     """What an instruction makes of its operands, as registers: each of `written` of all of the values beside it."""
 
     written: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
-    address: tuple[tuple[int, int], tuple[int, ...]] | None = (
-        None  # of an access: both halves, offsets
-    )
+    address: tuple[tuple[int, int], tuple[int, ...]] | None = None  # of an access: both halves, offsets
     first_word: int = -1  # of the kernel's arguments, which it loads if they are at its address
 
 
@@ -90,27 +86,17 @@ class _Walk:
         self.moves = [_moves(inst, name) for _, name, inst in self.code]
         self.words = _words_of(code_object.kernels[kernel][".args"], names)
         d = code_object.descriptor(kernel)
-        state: State = (
-            {0: frozenset({"kernarg"}), 1: frozenset({"kernarg"})} if d.has_kernarg else {}
-        )
+        state: State = {0: frozenset({"kernarg"}), 1: frozenset({"kernarg"})} if d.has_kernarg else {}
         count, first = d.preloaded
-        held = {
-            2 * d.has_kernarg + k: self.words[first + k]
-            for k in range(count)
-            if first + k in self.words
-        }
+        held = {2 * d.has_kernarg + k: self.words[first + k] for k in range(count) if first + k in self.words}
         # Firmware that preloads arguments leaves out the first bytes, which load them.
         begin = d.entry - address
         begins = {index[begin]: state}
         if count:
             begins[index[begin + PRELOAD_ENTRY]] = state | held
         self.blocks = blocks_of(self.code, begins)
-        self.block_of = {
-            i: first for first, (last, _) in self.blocks.items() for i in range(first, last)
-        }
-        lanes = Lanes(
-            [_mask(inst, name) for _, name, inst in self.code], self.blocks, sorted(begins)
-        )
+        self.block_of = {i: first for first, (last, _) in self.blocks.items() for i in range(first, last)}
+        lanes = Lanes([_mask(inst, name) for _, name, inst in self.code], self.blocks, sorted(begins))
         self._follow(begins, lanes.rejoined)
 
     def _check_lanes(self) -> None:
@@ -118,13 +104,9 @@ class _Walk:
         held = {inst.vdst.offset for _, name, inst in self.code if name == "V_WRITELANE_B32"}
         for at, name, inst in self.code:
             single = name in ("V_READLANE_B32", "V_WRITELANE_B32")
-            register = (
-                inst.src0.offset if name == "V_READLANE_B32" else inst.vdst.offset if single else 0
-            )
+            register = inst.src0.offset if name == "V_READLANE_B32" else inst.vdst.offset if single else 0
             computed = single and register in held and inst.src1.offset not in CONSTANTS
-            if computed or (
-                name != "V_WRITELANE_B32" and not held.isdisjoint(written_by(inst, name))
-            ):
+            if computed or (name != "V_WRITELANE_B32" and not held.isdisjoint(written_by(inst, name))):
                 raise Untraced(f"{name} at {at:#x} of a register that holds scalars in its lanes")
 
     # ---- the flow ----
@@ -132,9 +114,7 @@ class _Walk:
     def _follow(self, begins: dict[int, State], rejoined: dict[int, set[int]]) -> None:
         self.before: dict[int, State] = {}
         self.rejoined = rejoined
-        self.off: dict[int, State] = {
-            i: {} for went in rejoined.values() for i in went
-        }  # what lanes hold that are off
+        self.off: dict[int, State] = {i: {} for went in rejoined.values() for i in went}  # what lanes hold that are off
         back: dict[int, set[int]] = {i: set() for i in self.off}
         for i, went in rejoined.items():
             for k in went:
@@ -149,9 +129,7 @@ class _Walk:
             state = dict(self.before[first])
             last, following = self.blocks[first]
             for i in range(first, last):
-                if i in self.off and join(
-                    self.off[i], {k: v for k, v in state.items() if k in self.off_needed[i]}
-                ):
+                if i in self.off and join(self.off[i], {k: v for k, v in state.items() if k in self.off_needed[i]}):
                     waiting |= back[i] & self.before.keys()
                 self._step(i, state)
             for i in following:
@@ -318,9 +296,7 @@ def _moves(inst: Any, name: str) -> Moves:
     nothing = Moves(tuple((code, ()) for code in written))
     if _is_access(name):
         known = name.startswith("S_LOAD") and inst.imm and not inst.soffset_en
-        return nothing._replace(
-            address=_address(inst, name), first_word=inst.offset // 4 if known else -1
-        )
+        return nothing._replace(address=_address(inst, name), first_word=inst.offset // 4 if known else -1)
     if name.startswith("SCRATCH_"):
         return _spill(inst, name)
     if name.startswith(("DS_", "V_CMP", "V_MFMA")):
@@ -332,11 +308,7 @@ def _moves(inst: Any, name: str) -> Moves:
         values = (inst.src0.offset, (inst.src0.offset, inst.src1.offset))
     if name in ("S_MOV_B64", "V_MOV_B64") and len(values) == 2:
         return Moves(tuple((code, (value,)) for code, value in zip(written, values, strict=True)))
-    masks = [
-        code
-        for code in written
-        if code < VECTOR and name.startswith("V_") and name not in TO_SCALAR
-    ]
+    masks = [code for code in written if code < VECTOR and name.startswith("V_") and name not in TO_SCALAR]
     return Moves(tuple((code, () if code in masks else values) for code in written))
 
 

@@ -33,9 +33,7 @@ ARGUED = {
     "no wait for lgkmcnt in find_place > sync_consumers": OF_MANY,
     "a wait for lgkmcnt but one in find_place > sync_consumers": OF_MANY,
 }  # fmt: skip
-OF_SPLIT = (
-    "'split' catches it, whose blocks share a head's rows of the cache and whose waves join results"
-)
+OF_SPLIT = "'split' catches it, whose blocks share a head's rows of the cache and whose waves join results"
 NO_ROWS = "of a block without rows, which reads nothing that it staged"
 OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
 ATTENTION = "run_layers_between > run_layer > attention > walk_split > walk_span"
@@ -43,13 +41,9 @@ QKV_ROWS = "run_layers_between > qkv_proj > qkv_rows > normed_rows > run_rows > 
 GAINS = "it leaves gains, and words that tell of themselves, on their way: whoever needs them waits again"
 STORES = "receive > append > each > operator() > store_cache > store_scoped"
 OF_WAVES = "what the waves of a block share is one wave's here (of 'columns of waves' caught)"
-ONCE = (
-    "a chunk's launch chooses one token: nothing of its head was read before (of 'columns' caught)"
-)
+ONCE = "a chunk's launch chooses one token: nothing of its head was read before (of 'columns' caught)"
 THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
-NO_ROW_OF_CACHE = (
-    "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
-)
+NO_ROW_OF_CACHE = "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
 JOIN = "run_layer > attend > attention > join_kv_task"
 MERGE = "run_layer > attend > attention > walk_head > merge_head > sync_consumers"
 OF_COLUMNS = {

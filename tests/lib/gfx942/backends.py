@@ -90,10 +90,7 @@ class _Options(ctypes.Structure):
     """What triton_amdgpu_compile is asked, in its version 1."""
 
     _fields_ = [("version", ctypes.c_uint32)]
-    _fields_ += [
-        (n, ctypes.c_char_p)
-        for n in ("triple", "processor", "features", "abi", "flags", "disabled")
-    ]
+    _fields_ += [(n, ctypes.c_char_p) for n in ("triple", "processor", "features", "abi", "flags", "disabled")]
     _fields_ += [(n, ctypes.c_uint8) for n in ("fusion", "unoptimized", "canonicalize", "dump", "timing")]  # fmt: skip
 
 

@@ -74,9 +74,7 @@ def _compile_text(source: str, includes: Sequence[Path], flags: Sequence[str]) -
 def link(objects: Path, to: Path) -> None:
     """An object file of another code generator to a code object, by lld-19."""
     how = ("--target=amdgcn-amd-amdhsa", "-mcpu=gfx942", "-nogpulib")
-    done = subprocess.run(
-        [CLANG, *how, str(objects), "-o", str(to)], capture_output=True, text=True
-    )
+    done = subprocess.run([CLANG, *how, str(objects), "-o", str(to)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
 
 

@@ -62,9 +62,7 @@ class CodeObject:
     def symbols(self) -> dict[str, tuple[int, int]]:
         """Address and size of each symbol."""
         sections = self._loaded[1]
-        names = (
-            sections[".strtab"].content if ".strtab" in sections else sections[".dynstr"].content
-        )
+        names = sections[".strtab"].content if ".strtab" in sections else sections[".dynstr"].content
         table = sections.get(".symtab", sections.get(".dynsym"))
         out = {}
         for name, _, _, _, value, size in struct.iter_unpack("<IBBHQQ", table.content):
@@ -85,13 +83,9 @@ class CodeObject:
         rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIHH", self.image, at + 48)
         mode = rsrc1 >> 12 & 0xFF
         if mode != USUAL_MODE:
-            raise ValueError(
-                f"kernel {kernel} asks for float mode {mode:#x}; the executor knows {USUAL_MODE:#x}"
-            )
+            raise ValueError(f"kernel {kernel} asks for float mode {mode:#x}; the executor knows {USUAL_MODE:#x}")
         if properties & ~0b1010:
-            raise ValueError(
-                f"kernel {kernel} asks for SGPRs {properties:#b} that the executor does not fill"
-            )
+            raise ValueError(f"kernel {kernel} asks for SGPRs {properties:#b} that the executor does not fill")
         return Descriptor(
             lds,
             scratch,

@@ -49,13 +49,9 @@ def code_object() -> CodeObject:
     return clang.code_object("cross_lane.hip")
 
 
-def run(
-    name: str, *arrays: np.ndarray, memory: Memory = PLAIN, seed: int = 0, threads: int = LANES
-) -> Kernel:
+def run(name: str, *arrays: np.ndarray, memory: Memory = PLAIN, seed: int = 0, threads: int = LANES) -> Kernel:
     """Run a kernel of one workgroup on these arrays, in place."""
     kernel = Kernel(code_object(), name)
     args = [array.ctypes.data for array in arrays]
-    kernel.run(
-        Launch(args, (1, 1, 1), (threads, 1, 1)), [Buffer(array) for array in arrays], memory, seed
-    )
+    kernel.run(Launch(args, (1, 1, 1), (threads, 1, 1)), [Buffer(array) for array in arrays], memory, seed)
     return kernel

@@ -25,9 +25,7 @@ TYPES = {
 }
 
 # name and type of each expression, by the macro that says where it is tested
-LISTED = re.findall(
-    r"^(BOTH|EACH|VECTOR|SCALAR)\((\w+), (\w+),", (clang.HIP / "expressions.inc").read_text(), re.M
-)
+LISTED = re.findall(r"^(BOTH|EACH|VECTOR|SCALAR)\((\w+), (\w+),", (clang.HIP / "expressions.inc").read_text(), re.M)
 BY_VECTOR = [(name, kind) for macro, name, kind in LISTED if macro != "SCALAR"]
 BY_SCALAR = [(name, kind) for macro, name, kind in LISTED if macro != "VECTOR"]
 
@@ -67,16 +65,12 @@ def inputs(seed: int) -> np.ndarray:
         code = kind.str[1:]
         if code in ("u4", "u8"):
             bits = 8 * kind.itemsize
-            values = rng.integers(0, 2**bits, COUNT, kind, endpoint=False) >> rng.integers(
-                0, bits, COUNT
-            ).astype(kind)
+            values = rng.integers(0, 2**bits, COUNT, kind, endpoint=False) >> rng.integers(0, bits, COUNT).astype(kind)
         else:
             widest = {"f4": 37, "f8": 300, "f2": 4}[code]
             spread = rng.choice([1, widest / 4, widest], COUNT)
             with np.errstate(over="ignore"):
-                values = (
-                    rng.standard_normal(COUNT) * 10.0 ** (spread * rng.uniform(-1, 1, COUNT))
-                ).astype(kind)
+                values = (rng.standard_normal(COUNT) * 10.0 ** (spread * rng.uniform(-1, 1, COUNT))).astype(kind)
         special = rng.random(COUNT) < 1 / 3
         with np.errstate(over="ignore"):
             values[special] = rng.choice(np.array(SPECIAL[code], kind), special.sum())
@@ -94,17 +88,13 @@ def executed(name: str, kind: str, data: np.ndarray) -> tuple[np.ndarray, Kernel
     out = np.zeros(COUNT, TYPES[kind])
     grid = (LANES, 1, 1) if scalar else (COUNT // LANES, 1, 1)
     block = (1, 1, 1) if scalar else (LANES, 1, 1)
-    kernel.run(
-        Launch([data.ctypes.data, out.ctypes.data], grid, block), [Buffer(data), Buffer(out)]
-    )
+    kernel.run(Launch([data.ctypes.data, out.ctypes.data], grid, block), [Buffer(data), Buffer(out)])
     return out[:LANES] if scalar else out, kernel
 
 
 def expected(name: str, kind: str, data: np.ndarray) -> np.ndarray:
     out = np.zeros(COUNT, TYPES[kind])
-    getattr(host(), f"r_{name}")(
-        ctypes.c_void_p(data.ctypes.data), ctypes.c_void_p(out.ctypes.data), COUNT
-    )
+    getattr(host(), f"r_{name}")(ctypes.c_void_p(data.ctypes.data), ctypes.c_void_p(out.ctypes.data), COUNT)
     return out
 
 

@@ -108,9 +108,7 @@ def library() -> ctypes.CDLL:
         subprocess.run(["g++", *FLAGS, str(CPP / "executor.cpp"), "-o", str(draft)], check=True)
 
     sources = [path.read_bytes() for path in sorted(CPP.iterdir())]
-    built = ctypes.CDLL(
-        str(made_once([version_of("g++"), " ".join(FLAGS).encode(), *sources], make))
-    )
+    built = ctypes.CDLL(str(made_once([version_of("g++"), " ".join(FLAGS).encode(), *sources], make)))
     for name, result in (
         ("operation", ctypes.c_char_p),
         ("machine", ctypes.c_void_p),
@@ -230,10 +228,7 @@ class Kernel:
                 raise (NoEnd if ended == UNFINISHED else Fault)(lib.gfx_error(machine).decode())
             return Execution(
                 lib.gfx_steps(machine),
-                *(
-                    self._counts(f(machine))
-                    for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)
-                ),
+                *(self._counts(f(machine)) for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)),
                 self._counts(lib.gfx_in_flight(machine), ctypes.c_uint32, 3).reshape(-1, 3),
                 self._counts(lib.gfx_weights(machine), each=3).reshape(-1, 3),
             )
@@ -244,9 +239,7 @@ class Kernel:
         counts = ctypes.cast(address, ctypes.POINTER(kind))
         return np.ctypeslib.as_array(counts, (each * len(self.records),)).copy()
 
-    def _start(
-        self, machine: Any, launch: Launch, kernarg: np.ndarray, lds: int, xcc: Callable[[int], int]
-    ) -> None:
+    def _start(self, machine: Any, launch: Launch, kernarg: np.ndarray, lds: int, xcc: Callable[[int], int]) -> None:
         d = self.descriptor
         count, first = d.preloaded
         entry = d.entry + (PRELOAD_ENTRY if count else 0)

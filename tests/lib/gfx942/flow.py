@@ -78,9 +78,7 @@ def said(
             ways = goes[ways[0]]
         for to in ways:
             old = states.get(to)
-            new = (
-                state if old is None else old | {r: min(n, old.get(r, n)) for r, n in state.items()}
-            )
+            new = state if old is None else old | {r: min(n, old.get(r, n)) for r, n in state.items()}
             if new != old:
                 states[to] = new
                 todo.append(to)

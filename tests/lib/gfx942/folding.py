@@ -68,16 +68,12 @@ def folded() -> dict[tuple[str, int], int]:
             file.write(text)
             file.flush()
             command = [clang.CLANG, *clang.DEVICE, "-emit-llvm", "-S", *clang.BOTH]
-            done = subprocess.run(
-                [*command, file.name, "-o", str(draft)], capture_output=True, text=True
-            )
+            done = subprocess.run([*command, file.name, "-o", str(draft)], capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[:4000]
 
     sources = [path.read_bytes() for path in sorted(clang.HIP.iterdir())]
     ir = made_once([version_of(clang.CLANG), text.encode(), *sources], make).read_text()
-    found = re.findall(
-        r"^define [^\n]*@([fg]_\w+)_(\d+)\(\)[^\n]*\{\n\s*ret i(\d+) (-?\d+)\n\}", ir, re.M
-    )
+    found = re.findall(r"^define [^\n]*@([fg]_\w+)_(\d+)\(\)[^\n]*\{\n\s*ret i(\d+) (-?\d+)\n\}", ir, re.M)
     return {(name, int(k)): int(value) % (1 << int(bits)) for name, k, bits, value in found}
 
 

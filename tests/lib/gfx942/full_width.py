@@ -90,9 +90,7 @@ class NoWeights:
 
 
 def arena(lo: CudaLowering, *_: object) -> torch.Tensor:
-    return torch.zeros(
-        lo.stream_ring_slots(0) * lo.num_blocks * lo.ring_slot_bytes, dtype=torch.uint8
-    )
+    return torch.zeros(lo.stream_ring_slots(0) * lo.num_blocks * lo.ring_slot_bytes, dtype=torch.uint8)
 
 
 def stage_of(chain: Chain) -> str:
@@ -123,10 +121,7 @@ def narrowed(name: str) -> ModelSpec:
     """The model of that name with few layers."""
     whole = named_shape(name)
     layers = LAYERS + whole.delay
-    cut = {
-        field: getattr(whole, field)[:layers]
-        for field in ("windows", "reduce_attention", "reduce_mlp")
-    }
+    cut = {field: getattr(whole, field)[:layers] for field in ("windows", "reduce_attention", "reduce_mlp")}
     return whole.replace(num_layers=layers, **cut)
 
 

@@ -36,9 +36,7 @@ class Gates:
     narrow: int  # non-temporal loads of less
     scopes: Counter[tuple[str, int, int, int]]  # memory operations by kind, sc0, sc1 and nt
     most_in_flight: int  # loads of 16 bytes of a wave on their way at once, in straight code
-    write_backs_unawaited: (
-        int  # buffer_wbl2 that no s_waitcnt follows before memory is touched again
-    )
+    write_backs_unawaited: int  # buffer_wbl2 that no s_waitcnt follows before memory is touched again
 
     def count(self, *names: str) -> int:
         return sum(n for name, n in self.counts.items() if name.startswith(names))
@@ -112,11 +110,7 @@ def refused(gates: Gates, needs: Needs) -> dict[str, str]:
     waves_of_simd = -(-gates.waves // SIMDS)
     most = VGPRS // waves_of_simd // GRANULE * GRANULE
     scoped = {kind: gates.scopes[kind, *SYSTEM] for kind in ("LOAD", "STORE")}
-    odd = [
-        form
-        for form in gates.scopes
-        if form[0] != "ATOMIC" and form[1:] not in (PLAIN, SYSTEM, STREAMED)
-    ]
+    odd = [form for form in gates.scopes if form[0] != "ATOMIC" and form[1:] not in (PLAIN, SYSTEM, STREAMED)]
     wrong = {
         "spills": gates.spilled > needs.spilled and f"{gates.spilled} registers are spilled",
         "scratch": gates.scratch > needs.scratch and f"{gates.scratch} bytes of scratch a lane",
@@ -162,11 +156,7 @@ def _unawaited(decoded: list, names: list[str]) -> int:
     found = 0
     for i, name in enumerate(names):
         if name == "BUFFER_WBL2":
-            behind = (
-                k
-                for k in range(i + 1, len(names))
-                if names[k].startswith(("S_WAITCNT", "GLOBAL_", "BUFFER_"))
-            )
+            behind = (k for k in range(i + 1, len(names)) if names[k].startswith(("S_WAITCNT", "GLOBAL_", "BUFFER_")))
             after = next(behind)
             found += names[after] != "S_WAITCNT" or _vmcnt(decoded[after]) != 0
     return found

@@ -36,9 +36,7 @@ SPECS = {name: case.spec for name, case in CASES.items()} | {
     "four rows of x": plain(1, hidden_size=1024, intermediate_size=64, head_dim=8),
     "a long K": plain(1, hidden_size=64, intermediate_size=8192),
     # What several waves of a block share: its ids, and the results that it merges.
-    "waves": plain(
-        2, hidden_size=64, num_kv_heads=1, head_dim=128, vocab_size=1600, windows=(4, 0)
-    ),
+    "waves": plain(2, hidden_size=64, num_kv_heads=1, head_dim=128, vocab_size=1600, windows=(4, 0)),
     "heads": HEADS,
 }
 BLOCKS = {"qwen3": 16, "four rows": 2, "four rows of x": 16, "waves": 16, "heads": HEADS_BLOCKS}

@@ -55,9 +55,7 @@ def most_columns(name: str, max_context: int, chunk: bool = False) -> ColumnLayo
 
 
 @cache
-def compiled(
-    layout_text: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG
-) -> CodeObject:
+def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> CodeObject:
     """The kernel behind a layout's header (`render`)."""
     text = layout_text + (ROOT / "backends/hip/columns.hip").read_text()
     return text_object(text, includes, compiler)
@@ -88,15 +86,11 @@ class HipColumns:
         self.launches = 0
         self.last: Execution | None = None
 
-    def serve(
-        self, requests: Sequence[Request], seed: int = 1, **conditions: Any
-    ) -> list[tuple[list[int], Outcome]]:
+    def serve(self, requests: Sequence[Request], seed: int = 1, **conditions: Any) -> list[tuple[list[int], Outcome]]:
         """Tokens and end of each request: launches until the last has ended. All begin together, but for one whose slot
         another has before it, which begins when that has ended."""
         for m in self.ranks.each:
-            m.cache.fill_(
-                torch.nan
-            )  # a row that is read too early would be the last run's, the same
+            m.cache.fill_(torch.nan)  # a row that is read too early would be the last run's, the same
         waiting, running, self.launches = [*enumerate(requests)], dict[int, int](), 0
         made: dict[int, tuple[list[int], Outcome]] = {}
         while waiting or running:
@@ -134,9 +128,7 @@ class HipColumns:
             self.last = launch(self.kernel, self.layout, each[0], tensors, seed=seed, **conditions)
         else:
             ranks, pointers = self.ranks.each, dict(enumerate(each))
-            self.last = launch_ranks(
-                self.kernel, self.layout, ranks, pointers, seed=seed, **conditions
-            )
+            self.last = launch_ranks(self.kernel, self.layout, ranks, pointers, seed=seed, **conditions)
         self.launches += 1
         for m in self.ranks.each:
             assert int(m.mailbox[2]) != Outcome.FAILED, m.error.tolist()

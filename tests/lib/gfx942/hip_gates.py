@@ -40,8 +40,7 @@ def keeps_its_promises(layout: Layout, compiler: str = CLANG) -> None:
         return
     # Two of a fragment and column set, in each piece of code that multiplies a stage; none of the other type.
     least = 2 * sum(
-        layout.lowering.steps(s) * layout.row_words(s) // 4
-        for s in matrix_stages(layout.lowering.schedule)
+        layout.lowering.steps(s) * layout.row_words(s) // 4 for s in matrix_stages(layout.lowering.schedule)
     )
     kind = "V_MFMA_F32_16X16X16_" + ("F16" if half else "BF16")
     assert one.count(kind) == one.count("V_MFMA") >= least

@@ -57,9 +57,7 @@ def layout_of(
 
 
 @cache
-def compiled(
-    layout_text: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG
-) -> CodeObject:
+def compiled(layout_text: str, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG) -> CodeObject:
     """The kernel behind a layout's header (`render`)."""
     text = layout_text + (ROOT / "backends/hip/decode.hip").read_text()
     return text_object(text, includes, compiler)
@@ -90,9 +88,7 @@ class HipWalk(Walk):
         others = write_request(self.memory, request, prompt, logits, control)
         pointers = self.memory.pointers([0], limit, UNLIMITED, **others)
         tensors = {name: getattr(self.memory, name) for name in TENSORS} | others
-        self.last = launch(
-            self.kernel, self.layout, pointers, tensors, seed=seed, **self.conditions
-        )
+        self.last = launch(self.kernel, self.layout, pointers, tensors, seed=seed, **self.conditions)
         return self.last.steps
 
 

@@ -170,9 +170,7 @@ def asked(name: str) -> Asked:
     return (ASKED | MORE | WIDE_ASKED | MANY_ASKED)[name]
 
 
-def run(
-    one: HipWalk | HipColumns, name: str, conditions: dict[str, Any], seed: int
-) -> tuple[Any, np.ndarray]:
+def run(one: HipWalk | HipColumns, name: str, conditions: dict[str, Any], seed: int) -> tuple[Any, np.ndarray]:
     """Tokens and outcome, and what was told beside them (`Seen`)."""
     one.memory.logprobs.zero_()
     for memory in one.ranks if isinstance(one, HipRankWalk) else [one.memory]:
@@ -183,9 +181,7 @@ def run(
         made: Any = one.prompt(what[0].request(), seed, **conditions)
     elif isinstance(one, HipColumns):
         slots = [number % one.layout.columns for number in range(len(what))]
-        requests = [
-            each.request(slot, hip_requests.TOKENS) for slot, each in zip(slots, what, strict=True)
-        ]
+        requests = [each.request(slot, hip_requests.TOKENS) for slot, each in zip(slots, what, strict=True)]
         made = one.serve(requests, seed, **conditions)
     else:
         one.conditions = conditions
@@ -208,9 +204,7 @@ def expected(case: str, name: str) -> Any:
 def seen(case: str, name: str) -> Seen:
     """AssertionError if the tokens are not the reference's."""
     arrays = made_in_run(f"seen {case} {name}", partial(_see, case, name))
-    told, steps, executed, in_flight = (
-        arrays[k] for k in ("told", "steps", "executed", "in_flight")
-    )
+    told, steps, executed, in_flight = (arrays[k] for k in ("told", "steps", "executed", "in_flight"))
     return Seen(expected(case, name), told, int(steps), executed, in_flight)
 
 
@@ -249,11 +243,7 @@ def idle(case: str, mutant: Mutant) -> bool:
     wait = int(walk(case).kernel.records["offset"][mutant.index])
     most = np.max([seen(case, name).in_flight[mutant.index] for name in REQUESTS[case]], 0)
     of_vector = mutant.what.endswith("vmcnt") or "vmcnt but" in mutant.what
-    beyond = (
-        int(most[0]) - (wait & 15 | (wait >> 14 & 3) << 4)
-        if of_vector
-        else int(most[1]) - (wait >> 8 & 15)
-    )
+    beyond = int(most[0]) - (wait & 15 | (wait >> 14 & 3) << 4) if of_vector else int(most[1]) - (wait >> 8 & 15)
     return beyond <= int("but one" in mutant.what)
 
 
@@ -305,9 +295,7 @@ def tried(case: str) -> Iterator[Mutant]:
 def place(case: str, mutant: Mutant) -> str:
     """What changed and where, without what differs from compiler to compiler."""
     kernel = walk(case).kernel
-    chain = [
-        name.partition("<")[0] for name in chains(kernel.code_object, kernel.name)[mutant.index]
-    ]
+    chain = [name.partition("<")[0] for name in chains(kernel.code_object, kernel.name)[mutant.index]]
     own = [name for name in chain if name not in WALK]
     return f"{mutant.what} in {' > '.join(own) or 'the start'}"
 
@@ -377,9 +365,7 @@ class Record:
             return cls(path, case, {})
         kept = json.loads(path.read_text())
         if (kept["case"], kept["object"]) != (case, cls.object_of(case)):
-            raise ValueError(
-                f"{path} is of {kept['case']}, object {kept['object'][:12]}: not this one"
-            )
+            raise ValueError(f"{path} is of {kept['case']}, object {kept['object'][:12]}: not this one")
         return cls(path, case, kept["mutants"])
 
     @staticmethod

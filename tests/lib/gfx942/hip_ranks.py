@@ -60,9 +60,7 @@ class HipRankWalk(HipWalk):
         includes: Any = INCLUDES,
     ) -> None:
         self.spec = spec
-        self.layout = lay_out_hip(
-            lower_hip(build(spec, ranks), GPUS["mi300x"], num_blocks), max_context
-        )
+        self.layout = lay_out_hip(lower_hip(build(spec, ranks), GPUS["mi300x"], num_blocks), max_context)
         self.kernel = Kernel(compiled(render(self.layout), includes), KERNEL)
         self.ranks = allocate_ranks(self.layout, weights, 1, [torch.device("cpu")] * ranks).each
         self.memory = self.ranks[0]
@@ -77,9 +75,7 @@ class HipRankWalk(HipWalk):
             for r in range(len(self.ranks))
             if r not in self.absent
         }
-        self.last = launch_ranks(
-            self.kernel, self.layout, self.ranks, pointers, others, seed=seed, **self.conditions
-        )
+        self.last = launch_ranks(self.kernel, self.layout, self.ranks, pointers, others, seed=seed, **self.conditions)
         return self.last.steps
 
 
@@ -100,10 +96,7 @@ def launch_ranks(
         for name, t in ({n: getattr(m, n) for n in TENSORS} | {**others}).items()
         if t.numel()
     }
-    buffers = [
-        Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0), n in PAIRS)
-        for n, t in tensors.values()
-    ]
+    buffers = [Buffer(t, SHARED.get(n) == SYSTEM, SHARED.get(n, 0), n in PAIRS) for n, t in tensors.values()]
     return kernel.run(launches, buffers, lds=layout.shared_bytes, **conditions)
 
 

@@ -17,9 +17,7 @@ NONE, ANY = (None, PART), ("any", PART)  # of masks: no lanes; lanes of which no
 EXEC = 126
 NOTHING: frozenset = frozenset()
 COMBINES = ("AND", "ANDN1", "ANDN2", "OR", "ORN1", "ORN2", "XOR", "XNOR", "NAND", "NOR", "NOT")
-Blocks = dict[
-    int, tuple[int, list[int]]
-]  # of a block's first instruction: behind its last; where the flow goes on
+Blocks = dict[int, tuple[int, list[int]]]  # of a block's first instruction: behind its last; where the flow goes on
 # Of a scalar register or a lane of a vector register: (moment, WHOLE or PART). Of off(moment): where lanes went off
 # since; off(moment, earlier one): where those of an earlier moment had gone off by then; beyond(moment): not empty if
 # EXEC may since have had lanes that the moment had not.
@@ -121,9 +119,7 @@ class Lanes:
     def _set(self, i: int, state: State, mask: Mask) -> None:
         """EXEC is written: it narrows, widens, or both."""
         how, others = mask.how, [code for code in mask.masks if code != EXEC]
-        if how not in ("COPY", "AND", "ANDN1", "ANDN2", "OR", "XOR") or len(others) != (
-            2 if how == "COPY" else 1
-        ):
+        if how not in ("COPY", "AND", "ANDN1", "ANDN2", "OR", "XOR") or len(others) != (2 if how == "COPY" else 1):
             raise Untraced(f"EXEC is {how} of {mask.masks}")
         lanes = _mask(state, others[0])
         first = mask.masks[0] == EXEC
@@ -136,9 +132,7 @@ class Lanes:
         if not (how == "AND" or (how == "ANDN2" and first) or (how == "ANDN1" and mask.saves)):
             if ANY in lanes:
                 raise Untraced("EXEC is widened by unknown lanes")
-            self.rejoined.setdefault(i, set()).update(
-                *(state.get(off(moment), NOTHING) for moment, _ in lanes)
-            )
+            self.rejoined.setdefault(i, set()).update(*(state.get(off(moment), NOTHING) for moment, _ in lanes))
             _widen(state, lanes)
         if how != "OR":
             for moment in _moments(state):
@@ -175,9 +169,7 @@ def _forget(state: State, moments: set[int]) -> None:
 
 def _moments(state: State) -> set[int]:
     """Those whose lanes a mask may hold."""
-    return {
-        moment for key, value in state.items() if type(key) is not Of for moment, _ in value
-    } - {None, "any"}
+    return {moment for key, value in state.items() if type(key) is not Of for moment, _ in value} - {None, "any"}
 
 
 def _kept(state: State, needs: set) -> State:
@@ -227,11 +219,7 @@ def _value(state: State, mask: Mask, i: int) -> frozenset:
     given = [frozenset({(i, WHOLE)}) if code == EXEC else _mask(state, code) for code in mask.masks]
     if mask.how == "AND":
         known = [one for one in given if ANY not in one]
-        lanes = (
-            min(known, key=lambda one: (len(one), (i, WHOLE) not in one))
-            if known
-            else frozenset({ANY})
-        )
+        lanes = min(known, key=lambda one: (len(one), (i, WHOLE) not in one)) if known else frozenset({ANY})
     elif mask.how == "ANDN2":
         lanes = given[0]
     elif mask.how in ("OR", "XOR"):

@@ -36,12 +36,7 @@ def all_gather(steps: int, ranks: int) -> Setup:
 
 def _published(rank: int = 0) -> np.ndarray:
     epoch = np.arange(1, STEPS + 1, dtype=u32)[:, None]
-    return (
-        epoch * u32(1000003)
-        + T * u32(17)
-        + u32(rank)
-        + u32(3) * (epoch * u32(7919) + (T ^ u32(64)))
-    )
+    return epoch * u32(1000003) + T * u32(17) + u32(rank) + u32(3) * (epoch * u32(7919) + (T ^ u32(64)))
 
 
 def publish(steps: int, ranks: int) -> Setup:

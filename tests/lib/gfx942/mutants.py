@@ -34,9 +34,7 @@ class Mutant:
     def named(self) -> str:
         """What changed, and the operation behind it: the same whichever compiler made it."""
         names = self.original.mnemonics()
-        following = next(
-            name for name in names[self.index + 1 :] if name not in ("S_WAITCNT", "S_NOP")
-        )
+        following = next(name for name in names[self.index + 1 :] if name not in ("S_WAITCNT", "S_NOP"))
         return f"{self.what} before {following}"
 
 

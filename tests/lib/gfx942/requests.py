@@ -35,9 +35,7 @@ class Asked:
     variant: str = ""
     mask: MaskHook | None = None
 
-    def request(
-        self, slot: int = 0, tokens: int = TOKENS, stops: frozenset[int] = frozenset()
-    ) -> Request:
+    def request(self, slot: int = 0, tokens: int = TOKENS, stops: frozenset[int] = frozenset()) -> Request:
         seed = self.params.seed or 0
         return Request(slot, self.prompt, self.params, seed, tokens, stops, mask=self.mask)
 

@@ -54,9 +54,7 @@ class ExecutedBackend(TritonBackend):
     touched   by variant, of the byte of an instruction, the pointers into whose memory it loaded or stored
     """
 
-    def __init__(
-        self, case: str, conditions: Conditions, num_slots: int = 1, limit: int | None = None
-    ) -> None:
+    def __init__(self, case: str, conditions: Conditions, num_slots: int = 1, limit: int | None = None) -> None:
         self.case, self.conditions = case, conditions
         self.kernels: dict[str, Kernel] = {}
         self.steps = 0

@@ -42,9 +42,7 @@ class Case:
 CASES = {
     "llama": Case(plain(2)),
     "qwen3": Case(plain(2, qk_norm=True, qkv_bias=True, dtype=DType.BF16), 16),
-    "laneformer": Case(
-        lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True)
-    ),
+    "laneformer": Case(lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True)),
 }
 
 
@@ -56,9 +54,7 @@ FULL_SIZE = {"llama-3.2-1b": full_size("llama-3.2-1b")}
 MORE_SIZES = {name: full_size(name) for name in ("laneformer-2b", "qwen3-8b")}
 # Layers in the order of Laneformer-2B's: sums at once in a row, and late ones of two layers before.
 LATE = {
-    "laneformer, late by two": Case(
-        lanes((Reduce.OWN, Reduce.OWN, Reduce.DELAYED, Reduce.DELAYED, Reduce.DELAYED), 2)
-    )
+    "laneformer, late by two": Case(lanes((Reduce.OWN, Reduce.OWN, Reduce.DELAYED, Reduce.DELAYED, Reduce.DELAYED), 2))
 }
 SMALL = CASES | LATE
 # What runs in the executor for an object of full size: the same exchanges in the same order.
@@ -87,9 +83,7 @@ def compiled(case: str, variant: str = "") -> CompiledKernel:
     """The kernel of a case, compiled once."""
 
     def make(draft: Path) -> None:
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-            "PYTHONPATH": str(ROOT)
-        }
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.lib.gfx942.triton_cases", case, variant, str(draft)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -118,9 +112,7 @@ def compile_case(name: str, variant: str, file: str) -> None:
         dict.fromkeys(variant.split("+"), True) if variant else {},
     )
     attention.BLOCK_N = tl.constexpr(case.block_n)
-    kernel, num_warps = compile_kernel(
-        case.spec, TARGET, case.num_blocks, case.max_context, **flags, large=case.large
-    )
+    kernel, num_warps = compile_kernel(case.spec, TARGET, case.num_blocks, case.max_context, **flags, large=case.large)
     facts = {"lds": kernel.metadata.shared, "num_warps": num_warps, "triton": version("triton")}
     Path(file).write_bytes(json.dumps(facts).encode() + b"\n" + kernel.asm["hsaco"])
 

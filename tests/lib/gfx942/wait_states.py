@@ -105,9 +105,7 @@ def _needed(one: _Seen, register: str, kind: Any) -> int:
     """The wait states that have to lie between what was left in a register and an instruction."""
     what, reads, writes = kind[0], register in one.reads, register in one.writes
     if what == SCALAR and reads:
-        lane = one.name in ("V_READLANE_B32", "V_WRITELANE_B32") and register in registers(
-            one.operands[2]
-        )
+        lane = one.name in ("V_READLANE_B32", "V_WRITELANE_B32") and register in registers(one.operands[2])
         if one.memory:
             return 5
         return 4 if lane or "DIV_FMAS" in one.name else 2 * one.vector
@@ -164,9 +162,7 @@ def _step(state: State, at: int, name: str, text: str, inst: Any) -> tuple[State
 
 
 def _later(state: State, states: int) -> State:
-    return {
-        (r, kind): n + states for (r, kind), n in state.items() if n + states < LONGEST[kind[0]]
-    }
+    return {(r, kind): n + states for (r, kind), n in state.items() if n + states < LONGEST[kind[0]]}
 
 
 def too_soon(code_object: CodeObject, kernel: str) -> list[str]:

@@ -83,11 +83,7 @@ def kept_by(code_object: CodeObject, kernel: str, changed: dict[int, int]) -> se
     missing: dict[int, State] = {}
     for at, (op, n) in said(code_object, kernel, lost):
         missing.setdefault(at, {})[op] = n
-    return {
-        found
-        for at, state in missing.items()
-        for _, found in said(code_object, kernel, follow, at, state)
-    }
+    return {found for at, state in missing.items() for _, found in said(code_object, kernel, follow, at, state)}
 
 
 def touched_early(code_object: CodeObject, kernel: str) -> list[str]:

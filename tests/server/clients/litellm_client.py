@@ -36,11 +36,7 @@ for fields in ({"temperature": 9}, {"max_tokens": 10**9}):
 
 
 def calls(said):
-    return [
-        [call.function.name, json.loads(call.function.arguments)]
-        for one in said
-        for call in one.tool_calls or []
-    ]
+    return [[call.function.name, json.loads(call.function.arguments)] for one in said for call in one.tool_calls or []]
 
 
 told = {

@@ -66,9 +66,7 @@ class TritonBackend:
             gpu = unseen_gpu()
             if gpu is not None and not _why_not_compiled(gpu.name, gpu.arch):
                 return Availability(False, gpu.reason, gpu.advice, lacks_software=True)
-            return Availability(
-                False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU"
-            )
+            return Availability(False, "torch sees no GPU", "run on a machine with an NVIDIA or AMD GPU")
         if reason := _why_not_compiled(*_name_and_arch(torch.device("cuda"))):
             return Availability(False, reason, "choose --backend reference")
         if importlib.util.find_spec("triton") is None:
@@ -96,9 +94,7 @@ class TritonBackend:
                 raise DeviceError("the triton backend needs a GPU, and torch sees none")
             device = torch.device("cuda")
         if reason := _why_not_compiled(*_name_and_arch(device)):
-            raise DeviceError(
-                Availability(False, reason, "choose --backend reference").why("triton")
-            )
+            raise DeviceError(Availability(False, reason, "choose --backend reference").why("triton"))
         free_what_was_kept()
         self._entry = GpuEntry(device)
         self.spec, self.options, self.device = weights.spec, options, device
@@ -115,18 +111,14 @@ class TritonBackend:
         plan = plan_of(self.schedule, self.tiles, options.num_slots, most)
         check_memory(plan, device, options.memory_share)
         with self._entry.on_stream():
-            self.memory = allocate(
-                self.schedule, self.tiles, weights, options.num_slots, device, most
-            )
+            self.memory = allocate(self.schedule, self.tiles, weights, options.num_slots, device, most)
             held, row = self.memory.pointers.half_embed, self.tiles.embedding
             embed = Embedding(held.view(torch.uint8) if row else held, held.dtype, row)
             arena = self.memory.pointers.weights
             matrices = partial(TileMatrices, self.schedule, self.tiles, arena, embed.dtype)
             rope = self.memory.pointers.rope
             slots = self.memory.pointers.kv
-            self.library = open_library(
-                options, weights, self.spec, self.max_context, embed, rope, matrices, slots
-            )
+            self.library = open_library(options, weights, self.spec, self.max_context, embed, rope, matrices, slots)
         self._launch_options: dict[str, Any] = {}
         if device.type == "cuda":
             self._launch_options = {
@@ -147,9 +139,7 @@ class TritonBackend:
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last
-        self._launched: set[object] = (
-            set()
-        )  # variants of kernels, each of which is compiled by its first launch
+        self._launched: set[object] = set()  # variants of kernels, each of which is compiled by its first launch
 
     # ---- entry points ----
 
@@ -172,9 +162,7 @@ class TritonBackend:
         from kog_triton.backends.triton.host.memory import new_cache
 
         if len(token_ids) > self.max_context:
-            raise RequestError(
-                f"{len(token_ids)} tokens do not fit the context of {self.max_context}"
-            )
+            raise RequestError(f"{len(token_ids)} tokens do not fit the context of {self.max_context}")
         firsts = range(0, len(token_ids), ROWS)
         lasts = [min(first + ROWS, len(token_ids)) for first in firsts]
         chunks = zip(firsts, lasts, strict=True)
@@ -189,9 +177,7 @@ class TritonBackend:
         """
         return self._run_stage(stage, layer, state, lambda: None)[0]
 
-    def time_stage(
-        self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]
-    ) -> list[float]:
+    def time_stage(self, stage: str, layer: int, state: Mapping[str, Any], before: Callable[[], None]) -> list[float]:
         """As run_stage; seconds of every token's launch by the GPU's clock, after what `before` queues."""
         return self._run_stage(stage, layer, state, before)[1]
 
@@ -220,11 +206,7 @@ class TritonBackend:
     def memory_bytes(self) -> dict[str, int]:
         m = self.memory
         p = m.pointers
-        held = [
-            t
-            for name, t in p._asdict().items()
-            if name not in SECOND_NAMES and isinstance(t, torch.Tensor)
-        ]
+        held = [t for name, t in p._asdict().items() if name not in SECOND_NAMES and isinstance(t, torch.Tensor)]
         held += [m.blank_words, m.blank_error]
         other = sum(t.nbytes for t in held) - m.weight_bytes - p.kv.nbytes
         if self.library is not None:
@@ -319,14 +301,10 @@ class TritonBackend:
         grid = (self.tiles.num_blocks,)
         parts = " with sampling rules" * rules + " with prompts in chunks" * chunks
         if columns > 1:
-            self._compiled = shared_kernel[grid](
-                pointers, self.tiles, columns, rules, **self._launch_options
-            )
+            self._compiled = shared_kernel[grid](pointers, self.tiles, columns, rules, **self._launch_options)
         else:
             with self._first_time((rules, chunks), f"the Triton kernel{parts}"):
-                self._compiled = decode_kernel[grid](
-                    pointers, self.tiles, rules, chunks, **self._launch_options
-                )
+                self._compiled = decode_kernel[grid](pointers, self.tiles, rules, chunks, **self._launch_options)
         if self.device.type != "cuda":
             return lambda: True
         finished = torch.cuda.Event()
@@ -360,9 +338,7 @@ class TritonBackend:
         before()
         seconds = Clock(self.device)
         with self._first_time(stage, f"the Triton kernel of {stage}"):
-            stage_kernel[grid](
-                pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options
-            )
+            stage_kernel[grid](pointers, x, out, layer, position, token, stage, self.tiles, **self._launch_options)
         took = seconds()
         # Without the heartbeat in `pointers`, which is that of the last launch that served.
         if expired := describe_wait(pointers.error.tolist(), self.tiles):

@@ -26,8 +26,6 @@ class TileMatrices(Unpacked):
         words = tiling.words * self._tiles.num_blocks
         packed = self._arena[first : first + words]
         if tiling.is_narrow:
-            return unpack_narrow_tiles(
-                tiling, self._tiles.sizes.warps, self._tiles.group, packed, self._dtype
-            )
+            return unpack_narrow_tiles(tiling, self._tiles.sizes.warps, self._tiles.group, packed, self._dtype)
         pairs = packed.view(self._dtype).reshape(-1, 2)
         return unpack_tiles(found, tiling, self._tiles.group, pairs)

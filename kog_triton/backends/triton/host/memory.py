@@ -46,9 +46,7 @@ def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int, columns: int = 1) 
     """What `allocate` will take of the GPU, but for tables."""
     spec = schedule.spec
     weights = 4 * arena_words(schedule, tiles)
-    weights += spec.vocab_size * (
-        tiles.embedding.bytes if tiles.embedding else 2 * spec.hidden_size
-    )
+    weights += spec.vocab_size * (tiles.embedding.bytes if tiles.embedding else 2 * spec.hidden_size)
     position = 2 * tiles.num_layers * tiles.lanes * tiles.kv_heads * 2 * tiles.head_dim
     words = 2 * 4 * columns * tiles.total_words  # and zeros to begin with
     return MemoryPlan(weights, position, num_slots, tiles.max_context, words)
@@ -101,18 +99,14 @@ def allocate(
         qk_gains=qk_gains,
         rope=torch.from_numpy(table).to(device),
         windows=torch.tensor(spec.windows, dtype=torch.int32, device=device),
-        reduces=torch.tensor(
-            [list(spec.reduce_attention), list(spec.reduce_mlp)], dtype=torch.int32, device=device
-        ),
+        reduces=torch.tensor([list(spec.reduce_attention), list(spec.reduce_mlp)], dtype=torch.int32, device=device),
         words=words,
         wide=words.view(torch.int64),
         fences=ints(tiles.num_blocks * 32),
         error=ints(1 + tiles.num_blocks, RECORD.value),
         chunk=torch.zeros(floats, device=device),
         half_chunk=torch.zeros(halves, dtype=dtype, device=device),
-        profile=torch.zeros(
-            max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device
-        ),
+        profile=torch.zeros(max(1, tiles.profile * tiles.num_blocks * 16), dtype=torch.int64, device=device),
         slot_order=ints(1 + num_slots),
         requests=ints(num_slots, capacity(vocab)),
         states=ints(num_slots, tiles.num_blocks, STATE_WORDS.value),
@@ -165,10 +159,7 @@ def _pack(
                 names = [canonical(stage, w, layer) for w in stage.weights]
                 _place(arena, base + tiling.offset, codes(stage, tiling, names))
                 continue
-            parts = [
-                shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype))
-                for w in stage.weights
-            ]
+            parts = [shard_matrix(schedule, stage, get(canonical(stage, w, layer)).to(dtype)) for w in stage.weights]
             packed = pack_tiles(stage, tiling, tiles.group, torch.cat(parts, 1).view(torch.int16))
             _place(arena, base + tiling.offset, packed)
     (name,) = lm_head.weights
@@ -210,10 +201,7 @@ def _biases(schedule: Schedule, get: Get, device: torch.device) -> Tensor:
         for stage in layer_matrices(schedule):
             if stage.biases:
                 rows = torch.cat(
-                    [
-                        shard_bias(schedule, stage, get(canonical(stage, b, layer)))
-                        for b in stage.biases
-                    ],
+                    [shard_bias(schedule, stage, get(canonical(stage, b, layer))) for b in stage.biases],
                     1,
                 ).float()
                 if stage.epilogue is Epilogue.SILU_MUL:  # woven like the rows
@@ -228,8 +216,5 @@ def _qk_gains(spec: ModelSpec, get: Get, device: torch.device) -> Tensor:
     if not spec.qk_norm:
         return torch.zeros(1, device=device)
     return torch.stack(
-        [
-            torch.stack([get(f"layers.{i}.{n}_norm") for n in "qk"]).float()
-            for i in range(spec.num_layers)
-        ]
+        [torch.stack([get(f"layers.{i}.{n}_norm") for n in "qk"]).float() for i in range(spec.num_layers)]
     )

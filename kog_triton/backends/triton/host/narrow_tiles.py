@@ -17,9 +17,7 @@ from kog_triton.schedule.triton_packing import tiles_of
 Tensor = torch.Tensor
 
 
-def pack_narrow_tiles(
-    stage: Stage, t: StageTiles, warps: int, group: int, parts: Sequence[Narrow]
-) -> Tensor:
+def pack_narrow_tiles(stage: Stage, t: StageTiles, warps: int, group: int, parts: Sequence[Narrow]) -> Tensor:
     """All blocks' tiles of one stage, int32 [words of all]; `parts` are the matrices that the stage stacks."""
     assert t.codes
     codes, *by_row = (torch.cat(of) for of in zip(*(_rows(t.codes, p) for p in parts), strict=True))
@@ -43,9 +41,7 @@ def pack_narrow_tiles(
     return packed.reshape(-1).view(torch.int32)
 
 
-def unpack_narrow_tiles(
-    t: StageTiles, warps: int, group: int, packed: Tensor, dtype: torch.dtype
-) -> Tensor:
+def unpack_narrow_tiles(t: StageTiles, warps: int, group: int, packed: Tensor, dtype: torch.dtype) -> Tensor:
     """What `pack_narrow_tiles`' words stand for, [1, rows, cols], rounded once; rows as they are dealt out."""
     assert t.codes
     padded = packed.new_empty(group, t.units, t.tile_rows, 2 * t.row_words, dtype=dtype)
@@ -105,9 +101,7 @@ def _of_tile(t: StageTiles, k: int, by_row: Tensor, shape: tuple[int, int, int])
     """What a tile's groups have, as bytes [blocks, units, rows, groups * 4]; zeros beyond the matrix."""
     assert t.codes
     count, size = t.codes.groups(t.widths[k]), t.codes.group
-    at = torch.arange(count, device=by_row.device) * (2 * t.widths[k] // count) + 2 * t.first_word(
-        k
-    )
+    at = torch.arange(count, device=by_row.device) * (2 * t.widths[k] // count) + 2 * t.first_word(k)
     which = at // size if size else torch.zeros_like(at)
     inside = (at < t.cols) & (which < by_row.shape[1])
     padded = by_row.new_zeros(shape[0] * t.block_rows, count)

@@ -62,9 +62,4 @@ def kernel_name(columns: int, rules: bool) -> str:
 
 def without_memory(pointers: Pointers) -> Pointers:
     """Pointers of the same types, sizes and alignment to nothing: what compiles keeps no memory of the GPU."""
-    return Pointers(
-        *(
-            torch.empty_like(p, device="meta") if isinstance(p, torch.Tensor) else p
-            for p in pointers
-        )
-    )
+    return Pointers(*(torch.empty_like(p, device="meta") if isinstance(p, torch.Tensor) else p for p in pointers))

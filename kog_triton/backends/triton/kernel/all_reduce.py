@@ -111,9 +111,7 @@ def survivors(logit, left, top, flags, request, round, alive, p, S: tl.constexpr
         round += DIGITS
     if (flags & TOP_P) != 0:
         weights = tl.where(left, weight(distance), 0)
-        gathered, alive = all_gather(
-            four(tl.sum(weights, axis=0)), round, alive, p, S, "all_reduce"
-        )
+        gathered, alive = all_gather(four(tl.sum(weights, axis=0)), round, alive, p, S, "all_reduce")
         share = tl.load(request + field("top_p")).to(tl.int64) & 0xFFFFFFFF
         target = share_of(tl.sum(pick(gathered, 0), axis=0), share)
         cut, alive = search(keys, weights, target, round + 1, alive, p, S)
@@ -182,9 +180,7 @@ def verdict(sums, level, top, flags, request):
 
 
 @triton.jit
-def check_argmax(
-    gathered, key, logit, left, ids, top, flags, request, round, alive, p, S: tl.constexpr
-):
+def check_argmax(gathered, key, logit, left, ids, top, flags, request, round, alive, p, S: tl.constexpr):
     """The last argmax checked, its verdict, the round after, and alive. `gathered`: every block's best candidate."""
     best_id, level = argmax_of(gathered, S)
     distance = distance_below(top, logit, request)

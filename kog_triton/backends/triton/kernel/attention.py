@@ -120,10 +120,7 @@ def four_quarters(ptr, S: tl.constexpr):
     """A head's float32 values in four tensors [1, n]."""
     j = tl.arange(0, quarter(S))[None, :]
     inside = j < S.head_dim // 4
-    return [
-        tl.load(ptr + i // 2 * (S.head_dim // 2) + 2 * j + i % 2, mask=inside, other=0.0)
-        for i in (0, 1, 2, 3)
-    ]
+    return [tl.load(ptr + i // 2 * (S.head_dim // 2) + 2 * j + i % 2, mask=inside, other=0.0) for i in (0, 1, 2, 3)]
 
 
 @triton.jit
@@ -336,9 +333,7 @@ def one_head(constants, layer, it, position, slot, task, phase, alive, p, S: tl.
 @triton.constexpr_function
 def joined_values(S):
     """Of a key/value head's outputs, how many each of its splits joins, a power of two: all blocks have a part."""
-    return triton.next_power_of_2(
-        max(LEAST_JOINED.value, -(-S.attention_words * 2 // (S.kv_heads * S.splits)))
-    )
+    return triton.next_power_of_2(max(LEAST_JOINED.value, -(-S.attention_words * 2 // (S.kv_heads * S.splits))))
 
 
 @triton.jit
@@ -361,9 +356,7 @@ def join_splits(window, layer, position, task, phase, alive, p, S: tl.constexpr)
         have = mine & (i < VALUES)[None, :]
         outputs, weights = part + i[None, :], part + VALUES + (i // D)[None, :]
         ptrs, count = (outputs, weights), used * S.split_words
-        w, alive = wait_all(
-            ptrs, (have, have), base, count, phase, alive, "attention splits", layer, p, S
-        )
+        w, alive = wait_all(ptrs, (have, have), base, count, phase, alive, "attention splits", layer, p, S)
         top = tl.where(mine, tl.where(have, unpack_f32(w[1]), 0.0), -float("inf"))
         share = tl.where(mine, tl.exp2(top - tl.max(top, axis=0)[None, :]), 0.0)
         out = tl.sum(share * tl.where(have, unpack_f32(w[0]), 0.0), axis=0)

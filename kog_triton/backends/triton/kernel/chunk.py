@@ -59,9 +59,7 @@ def gather(number, say, layer, alive, p, S: tl.constexpr):
     store_shared(arrivals + p.block, (say << 1) | phase)
     i = tl.arange(0, NB)
     ptrs, masks = ((arrivals + i)[:, None],), ((i < S.num_blocks)[:, None],)
-    ws, alive = wait_all(
-        ptrs, masks, arrivals, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S
-    )
+    ws, alive = wait_all(ptrs, masks, arrivals, S.num_blocks, phase, alive, "meeting arrivals", layer, p, S)
     said = tl.max(settle(ws[0]), axis=1)
     order(p.fences + p.block * 32, S)
     return tl.sum(tl.where(i == 0, said, 0), axis=0) >> 1, alive

@@ -62,10 +62,7 @@ HIGH_FOUR: tl.constexpr = tl.constexpr(-0x0F0F0F10)  # the four highest
 @triton.jit
 def e4m3_values(w):
     """The four E4M3 codes of each word, float32."""
-    return [
-        (((w << (24 - 8 * i)) >> 4) & E4M3_BITS).to(tl.float32, bitcast=True) * E4M3_UNIT
-        for i in (0, 1, 2, 3)
-    ]
+    return [(((w << (24 - 8 * i)) >> 4) & E4M3_BITS).to(tl.float32, bitcast=True) * E4M3_UNIT for i in (0, 1, 2, 3)]
 
 
 @triton.jit

@@ -79,9 +79,7 @@ def decode_kernel(p, S: tl.constexpr, RULES: tl.constexpr, CHUNKS: tl.constexpr)
         scores = chooses | ((tl.load(request + field("flags")) & ALL_LOGITS) != 0)
         behind = either(uniform(scores.to(tl.int32), S) != 0, head, layers)
         stream = (layers, behind, fetched)
-        x, gains, fetched, alive = run_layers(
-            pos, token, slot, passes * S.num_layers, stream, alive, p, S
-        )
+        x, gains, fetched, alive = run_layers(pos, token, slot, passes * S.num_layers, stream, alive, p, S)
         passes += 1
         control = ask_host(p, S)
         best, best_id = no_candidate(p)

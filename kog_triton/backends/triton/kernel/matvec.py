@@ -112,9 +112,7 @@ def load_tile(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def load_tiles(
-    base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr
-):
+def load_tiles(base, unit, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """A tuple of the tiles from FIRST on in the stage's order, if `unit` is taken for the first one."""
     T: tl.constexpr = S.stages[STAGE]
     tiles = ()
@@ -269,9 +267,7 @@ def operands(xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def add_tile(
-    sums, rests, w, xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
-):
+def add_tile(sums, rests, w, xs, S: tl.constexpr, STAGE: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
     """The sums of all columns with tile K; xs are its `operands`."""
     if COLUMNS == 1:
         return add_part(sums, rests, w, xs, S, STAGE, K)

@@ -299,9 +299,7 @@ def publish_rows(ys, layer, phase, p, S: tl.constexpr, STAGE: tl.constexpr, COLU
 
 
 @triton.jit
-def publish_module(
-    ys, delayed, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr
-):
+def publish_module(ys, delayed, how, layer, it, phase, alive, p, S: tl.constexpr, STAGE: tl.constexpr):
     """Send the block's rows of a module's output as the layer's reduction asks; returns alive."""
     to = p.words + S.region(module_output(STAGE))
     if S.lanes > 1:

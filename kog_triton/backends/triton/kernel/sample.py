@@ -31,9 +31,7 @@ def keys_of(logit, ids, position, request):
     if (tl.load(request + field("flags")) & GREEDY) == 0:
         scale = tl.load(request + field("scale")).to(tl.float32, bitcast=True).to(tl.float64)
         seed = request + field("seed")
-        r = random_word(
-            ids, position, tl.load(request + field("sample")), tl.load(seed), tl.load(seed + 1)
-        )
+        r = random_word(ids, position, tl.load(request + field("sample")), tl.load(seed), tl.load(seed + 1))
         key = key * scale + gumbel(r).to(tl.float64) * NOISE_SCALE
     return key
 

@@ -73,9 +73,7 @@ POINTS = (  # that are stamped; the last meeting and down_proj's join end where 
 def at_column(p, column, group_index, S: tl.constexpr):
     """As block `group_index` of its lane, with the words and logits of a column."""
     words, logits = p.words + column * S.total_words, p.logits + column * S.vocab_size
-    return Given(
-        *p[:2], group_index, *p[3:WORDS], words, *p[WORDS + 1 : LOGITS], logits, *p[LOGITS + 1 :]
-    )
+    return Given(*p[:2], group_index, *p[3:WORDS], words, *p[WORDS + 1 : LOGITS], logits, *p[LOGITS + 1 :])
 
 
 @triton.constexpr_function
@@ -112,9 +110,7 @@ def prepare(count, p, S: tl.constexpr, STAGE: tl.constexpr):
 
 
 @triton.jit
-def prepare_run(
-    count, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, TILES: tl.constexpr
-):
+def prepare_run(count, p, S: tl.constexpr, STAGE: tl.constexpr, FIRST: tl.constexpr, TILES: tl.constexpr):
     """`prepare` for TILES tiles along K, as wide as tile FIRST."""
     T: tl.constexpr = S.stages[STAGE]
     FROM: tl.constexpr = S.region(stage_input(STAGE))
@@ -178,9 +174,7 @@ def shared_module(
 
 
 @triton.jit
-def run_shared_layers(
-    columns, count, number, control, stream, alive, p, S: tl.constexpr, COLUMNS: tl.constexpr
-):
+def run_shared_layers(columns, count, number, control, stream, alive, p, S: tl.constexpr, COLUMNS: tl.constexpr):
     """A token of every column through all layers: operands of lm_head in memory, the tiles fetched behind, alive."""
     slots, pos, tokens = columns
     base, behind, fetched = stream
@@ -269,9 +263,7 @@ def shared_kernel(p, S: tl.constexpr, COLUMNS: tl.constexpr, RULES: tl.constexpr
             best, best_id = no_candidate(p)
             scored = nth(pos, column) + 1 >= nth(prompts, column)
             if scored:
-                best, best_id, alive = choose(
-                    nth(pos, column) + 1, epoch, slot, alive, here, S, RULES
-                )
+                best, best_id, alive = choose(nth(pos, column) + 1, epoch, slot, alive, here, S, RULES)
             token, _, alive = argmax(best, best_id, zero, epoch, alive, p, S)
             if RULES:
                 if scored:

@@ -163,9 +163,7 @@ def bytes_of_e2m1(w, HALF: tl.constexpr, S: tl.constexpr):
         for i in tl.static_range(4):
             code = (w >> (16 * HALF + 4 * i)) & 15
             exponent = (code >> 1) & 3
-            twice = tl.where(
-                exponent == 0, code & 1, (2 + (code & 1)) << tl.maximum(exponent - 1, 0)
-            )
+            twice = tl.where(exponent == 0, code & 1, (2 + (code & 1)) << tl.maximum(exponent - 1, 0))
             word |= (tl.where(code > 7, -twice, twice) & 255) << (8 * i)
         return word
 

@@ -335,9 +335,7 @@ def poll_on(w, ptr, mask, wanted, alive, p, S: tl.constexpr):
 
 
 @triton.jit
-def wait_all(
-    ptrs, masks, base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr
-):
+def wait_all(ptrs, masks, base, count, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr):
     """The words at tensors of pointers, some of the `count` from `base` on, once all carry `phase`; and alive."""
     ws, bad = poll(ptrs, masks, phase, alive, p, S)
     if (bad != 0) & (alive != 0):
@@ -368,9 +366,7 @@ def wait_planes(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.conste
 
 
 @triton.jit
-def wait_pair_words(
-    base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr
-):
+def wait_pair_words(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, T: tl.constexpr):
     """Words of a vector that stage T reads once all carry `phase`, as its tiles meet them; more are anything."""
     K_TILES: tl.constexpr = T.k_tiles
     COUNT: tl.constexpr = T.cols // 2
@@ -383,9 +379,7 @@ def wait_pair_words(
 
 
 @triton.jit
-def wait_pairs(
-    base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, STAGE: tl.constexpr
-):
+def wait_pairs(base, phase, alive, reason: tl.constexpr, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
     """Such words as operands of STAGE's tiles, zeros after the last."""
     T: tl.constexpr = S.stages[STAGE]
     FINE: tl.constexpr = fine_pairs(S, STAGE)
@@ -459,9 +453,7 @@ def find_missing(own, first, count, wanted, p, S: tl.constexpr):
 
 
 @triton.jit
-def publish_pairs(
-    base, row, value, rows, phase, S: tl.constexpr, COLUMNS: tl.constexpr, FINE: tl.constexpr
-):
+def publish_pairs(base, row, value, rows, phase, S: tl.constexpr, COLUMNS: tl.constexpr, FINE: tl.constexpr):
     """Values of rows `row` on (row even), before row `rows`, as words of two, of every column."""
     PAIRS: tl.constexpr = value.numel // 2
     first, second = tl.split(tl.reshape(value, (PAIRS, 2)))
