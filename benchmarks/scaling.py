@@ -76,10 +76,7 @@ def best_fit(rows: Sequence[Measured]) -> tuple[float, float]:
 
 
 def table(rows: Sequence[Measured], blend: float, kept: float) -> str:
-    lines = [
-        "| shape | GPUs | measured, tokens/s | formula | off by |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| shape | GPUs | measured, tokens/s | formula | off by |", "| --- | --- | --- | --- | --- |"]
     for row in sorted(rows, key=lambda r: (r.shape, r.gpus)):
         said = row.predicted(blend, kept)
         lines.append(

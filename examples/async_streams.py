@@ -22,8 +22,7 @@ async def follow(llm: LLM, prompt: str, max_tokens: int, most: int) -> str:
 
 async def answers(llm: LLM) -> None:
     both = await asyncio.gather(
-        follow(llm, "def add(a, b):", max_tokens=32, most=64),
-        follow(llm, "class Stack:", max_tokens=512, most=8),
+        follow(llm, "def add(a, b):", max_tokens=32, most=64), follow(llm, "class Stack:", max_tokens=512, most=8)
     )
     print("\n---\n".join(both))
 

@@ -24,15 +24,7 @@ from kog_triton.cli.model import add_checkpoint, check_revision
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import printable
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "cupy-cuda13x",
-    "cupy-rocm-7-0",
-)
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "cupy-cuda13x", "cupy-rocm-7-0")
 # what some features need: package -> the feature
 OPTIONAL = {
     "llguidance": "--json-schema, --regex, --choice, --grammar",
@@ -117,12 +109,7 @@ def fits(model: str, found: dict[str, Any], revision: str | None = None) -> dict
             of = "" if have is None else f" of {size(have)}"
             says = f"would take {size(needed)}{of}"
         rows.append({"name": backend["name"], "bytes": needed, "says": says})
-    return {
-        "path": model,
-        "family": spec.family,
-        "num_parameters": spec.num_parameters,
-        "backends": rows,
-    }
+    return {"path": model, "family": spec.family, "num_parameters": spec.num_parameters, "backends": rows}
 
 
 def installed_version(package: str) -> str | None:
@@ -226,10 +213,7 @@ def report(found: dict[str, Any]) -> str:
         lines += _surroundings(found)
     if "model" in found:
         model = found["model"]
-        lines += [
-            "",
-            f"{model['path']} ({model['family']}, {model['num_parameters'] / 1e6:,.1f} M parameters)",
-        ]
+        lines += ["", f"{model['path']} ({model['family']}, {model['num_parameters'] / 1e6:,.1f} M parameters)"]
         lines += [f"  {row['name']:<10}{row['says']}" for row in model["backends"]]
     demo = found["demo"]
     lines += ["", f"demo checkpoint: {'present' if demo['present'] else 'missing'}, {demo['path']}"]

@@ -240,11 +240,7 @@ def tiles_table(schedule: Schedule, tiles: Tiles, gpu: Gpu, model: str) -> Table
         words = " + ".join(f"{n} x {t.widths[k]}" if n > 1 else f"{t.widths[k]}" for k, n in t.runs)
         cells = [t.name, str(repeat), str(t.rows), str(t.cols), str(blocks), str(t.block_rows)]
         cells += [f"{t.tile_rows} x ({words})", f"{bytes_on_their_way(t) / 1024:.0f}"]
-        cells += [
-            f"{real / 1e6:.1f}",
-            f"{read / real - 1:.1%}",
-            f"{read / gpu.bandwidth * 1e6:.1f}",
-        ]
+        cells += [f"{real / 1e6:.1f}", f"{read / real - 1:.1%}", f"{read / gpu.bandwidth * 1e6:.1f}"]
         table.add_row(*cells)
     return table
 
@@ -285,9 +281,7 @@ def _body(argv: Sequence[str] | None) -> int:
     parser.add_argument("--device", default="h200", help=f"a GPU: {', '.join(GPUS)} (default: h200)")
     parser.add_argument("--gpus", type=positive, default=1, metavar="N", help="how many (default: 1)")
     parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        help="of the layers' matrices: bytes and roofline as if they were stored so",
+        "--format", choices=FORMATS, help="of the layers' matrices: bytes and roofline as if they were stored so"
     )
     parser.add_argument(
         "--backend",

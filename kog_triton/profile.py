@@ -111,14 +111,7 @@ def _body(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _tell(
-    recording: Recording,
-    about: dict[str, Any],
-    args: Namespace,
-    gpu: Gpu | None,
-    title: str,
-    head: str,
-) -> None:
+def _tell(recording: Recording, about: dict[str, Any], args: Namespace, gpu: Gpu | None, title: str, head: str) -> None:
     from kog_triton.profiling.analysis import figures, timeline
     from kog_triton.profiling.show import show
     from kog_triton.profiling.trace import trace, write

@@ -81,13 +81,7 @@ def _write(checkpoint: "Checkpoint", out: Path, format_name: str) -> dict[str, A
 
     names = _stored_names(checkpoint)
     writer = ShardWriter(out)
-    bar = Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    bar = Progress(BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     read = forgotten = 0
     with bar:
         task = bar.add_task("", total=sum(map(checkpoint.spec.weight_bytes, names)))
@@ -178,10 +172,7 @@ def _copy_texts(checkpoint: "Checkpoint", out: Path) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(
-        prog="kog quantize",
-        description="Write a narrow checkpoint in the layout of compressed-tensors.",
-    )
+    parser = Parser(prog="kog quantize", description="Write a narrow checkpoint in the layout of compressed-tensors.")
     add_checkpoint(parser, "", required=True)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument(

@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kog_triton.backends import (
-    Backend,
-    BackendOptions,
-    DeepPositions,
-    SeveralTokens,
-    find_backend,
-)
+from kog_triton.backends import Backend, BackendOptions, DeepPositions, SeveralTokens, find_backend
 from kog_triton.backends.mailbox import Failure, Mailbox, Request, Step
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import DeviceError, KogError
@@ -146,12 +140,7 @@ def _compare(reference: Backend, request: Request, steps: Sequence[Step]) -> str
 
 
 def _is_right(
-    row: np.ndarray,
-    token: int,
-    near: float,
-    params: SamplingParams,
-    history: History,
-    position: int,
+    row: np.ndarray, token: int, near: float, params: SamplingParams, history: History, position: int
 ) -> bool:
     """Whether the definition of sampling chooses the token, by these logits or by some as near."""
     right = sample(row, params, history, position).token

@@ -73,18 +73,13 @@ def build_parser() -> Parser:
         help='what the template takes where a request does not say, such as \'{"enable_thinking": false}\'',
     )  # fmt: skip
     chat.add_argument(
-        "--tool-call-parser",
-        default="auto",
-        help="auto, none, hermes, llama3_json, mistral, qwen3_coder",
+        "--tool-call-parser", default="auto", help="auto, none, hermes, llama3_json, mistral, qwen3_coder"
     )
     chat.add_argument("--reasoning-parser", default="auto", help="auto, none, think")
     chat.add_argument("--enable-auto-tool-choice", action="store_true", help="always on; taken for vLLM's sake")
     limits = parser.add_argument_group("limits")
     limits.add_argument(
-        "--max-num-queued-reqs",
-        type=int,
-        metavar="N",
-        help="beyond the slots (default: 4 a slot, at least 8)",
+        "--max-num-queued-reqs", type=int, metavar="N", help="beyond the slots (default: 4 a slot, at least 8)"
     )
     limits.add_argument(
         "--shutdown-timeout", type=not_negative, default=30.0, metavar="S",
@@ -103,11 +98,7 @@ def build_parser() -> Parser:
         help="tokens an event; 0: by time (default: 0)",
     )  # fmt: skip
     limits.add_argument(
-        "--stream-interval-ms",
-        type=not_negative,
-        default=10.0,
-        metavar="MS",
-        help="between events (default: 10)",
+        "--stream-interval-ms", type=not_negative, default=10.0, metavar="MS", help="between events (default: 10)"
     )
     return parser
 

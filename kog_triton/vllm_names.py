@@ -103,10 +103,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "prompt_token_ids": 'give {"prompt_token_ids": ids} as a prompt',
         "tokenization_kwargs": "give token ids",
     },
-    "LLM.chat": {
-        "guided_options_request": f"in SamplingParams {_CONSTRAINT}",
-        "lora_request": _LORA,
-    },
+    "LLM.chat": {"guided_options_request": f"in SamplingParams {_CONSTRAINT}", "lora_request": _LORA},
     "LLM methods": {
         "beam_search": _NO_BEAMS,
         "classify": _TEXT,

@@ -99,18 +99,11 @@ def green(tests: Sequence[str], tree: Path, *options: str, collected: bool = Tru
     env |= {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            [*argv, *(f"tests/{t}" for t in tests)],
-            cwd=tree,
-            env=env,
-            capture_output=True,
-            timeout=300,
+            [*argv, *(f"tests/{t}" for t in tests)], cwd=tree, env=env, capture_output=True, timeout=300
         )
     except subprocess.TimeoutExpired:
         return False
-    if collected and done.returncode not in (
-        0,
-        1,
-    ):  # no fault is planted, and it is not even collected
+    if collected and done.returncode not in (0, 1):  # no fault is planted, and it is not even collected
         raise SystemExit(f"pytest ended with {done.returncode}: {done.stdout.decode()[-2000:]}")
     return done.returncode == 0
 

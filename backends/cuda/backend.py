@@ -497,11 +497,7 @@ class CudaBackend(PromptsBeside):
     # ---- a launch ----
 
     def _launch_slots(
-        self,
-        slots: Sequence[int],
-        most_steps: int,
-        step: ColumnKernel | None,
-        of_deep: RankKernel | None = None,
+        self, slots: Sequence[int], most_steps: int, step: ColumnKernel | None, of_deep: RankKernel | None = None
     ) -> tuple[Layout, Finished]:
         """Start the kernel of one token, or that of deep positions, on slots round robin, or one of columns on all of
         them together."""
@@ -513,11 +509,7 @@ class CudaBackend(PromptsBeside):
         return step.layout, self._launch(ranks, cursors, most_steps, step.kernel)
 
     def _run(
-        self,
-        ranks: Ranks,
-        slots: Sequence[int],
-        kernel: RankKernel | None = None,
-        **others: torch.Tensor,
+        self, ranks: Ranks, slots: Sequence[int], kernel: RankKernel | None = None, **others: torch.Tensor
     ) -> None:
         """A launch of a kernel of one token, to its end. RunError if it did not end well."""
         finished = self._launch(ranks, slots, UNLIMITED, kernel, **others)

@@ -48,10 +48,7 @@ class Background:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-            del (
-                future,
-                work,
-            )  # or the last one's, and all that it holds, would wait here for the next
+            del (future, work)  # or the last one's, and all that it holds, would wait here for the next
 
 
 # With cores enough for a first start's early kernels (early.py) one is left to Python, which loads meanwhile.

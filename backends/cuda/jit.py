@@ -56,11 +56,7 @@ def is_kept(header: str, source: str, arch: str = HOPPER) -> bool:
 
 
 def compile_cubin(
-    header: str,
-    source: str = "decode.cu",
-    arch: str = HOPPER,
-    compiler: str = "",
-    tools: Toolchain = CUDA,
+    header: str, source: str = "decode.cu", arch: str = HOPPER, compiler: str = "", tools: Toolchain = CUDA
 ) -> bytes:
     """A source of the tools' folder behind one generated header; DeviceError with the compiler's words
     if it refuses."""

@@ -5,13 +5,7 @@ import torch
 from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.prefill.weights import Unpacked
 from kog_triton.schedule.cuda import CudaLowering
-from kog_triton.schedule.packing import (
-    first_ring_slots,
-    fragment_places,
-    order_fragments,
-    unit_places,
-    unpack_stage,
-)
+from kog_triton.schedule.packing import first_ring_slots, fragment_places, order_fragments, unit_places, unpack_stage
 
 Tensor = torch.Tensor
 
@@ -21,18 +15,10 @@ class ArenaMatrices(Unpacked):
     layer's lie at the same places in all ranks' arenas: the head alone, which comes last, may differ."""
 
     def __init__(
-        self,
-        lowering: CudaLowering,
-        arena: Tensor,
-        dtype: torch.dtype,
-        unpacking: Unpacking | None = None,
+        self, lowering: CudaLowering, arena: Tensor, dtype: torch.dtype, unpacking: Unpacking | None = None
     ) -> None:
         self._dtype, self._unpacking = dtype, unpacking
-        self._lowering, self._arena, self._first = (
-            lowering,
-            arena.view(dtype),
-            first_ring_slots(lowering),
-        )
+        self._lowering, self._arena, self._first = (lowering, arena.view(dtype), first_ring_slots(lowering))
         self._places: dict[tuple[str, int], Tensor] = {}
 
     def unpack(self, layer: int, stage: str) -> Tensor:

@@ -203,12 +203,7 @@ def allocate(layout: Layout, weights: WeightSource, num_slots: int, device: torc
         qk_gains=qk_gains,
         rope=torch.from_numpy(rope.result()).to(device),
         cache=torch.zeros((num_slots, *layout.cache_shape), dtype=dtype, device=device),
-        streams=torch.zeros(
-            num_slots,
-            lo.schedule.num_shards,
-            spec.hidden_size + -spec.hidden_size % 4,
-            device=device,
-        ),
+        streams=torch.zeros(num_slots, lo.schedule.num_shards, spec.hidden_size + -spec.hidden_size % 4, device=device),
         words=ints(layout.total_words),
         logits=torch.zeros(1, device=device),
         tokens=ints(num_slots, positions),
@@ -237,11 +232,7 @@ def stamp_tensors(layout: Layout, device: torch.device) -> dict[str, Tensor]:
 
 
 def pack_arena(
-    lo: CudaLowering,
-    get: Load,
-    embed: Tensor,
-    rank: int = 0,
-    get_narrow: LoadNarrow | None = None,
+    lo: CudaLowering, get: Load, embed: Tensor, rank: int = 0, get_narrow: LoadNarrow | None = None
 ) -> Tensor:
     """A rank's weight arena, uint8: ring slot i of all blocks side by side, each block's stream in order.
 
@@ -319,10 +310,7 @@ def _place(
             blocks = alike[some : some + most]
             packed = pack(blocks, w[shard])
             at = first[blocks][:, None] + np.arange(packed.shape[1])
-            index = (
-                torch.from_numpy(at).to(arena.device),
-                torch.tensor(blocks, device=arena.device)[:, None],
-            )
+            index = (torch.from_numpy(at).to(arena.device), torch.tensor(blocks, device=arena.device)[:, None])
             arena[..., : packed.shape[2]][index] = packed
 
 

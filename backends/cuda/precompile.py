@@ -6,12 +6,7 @@ from kog_triton.backends import BackendOptions
 from kog_triton.backends.cuda.deep import deep_layout
 from kog_triton.backends.cuda.early import tokens_only
 from kog_triton.backends.cuda.jit import begin_cubin
-from kog_triton.backends.cuda.layout.columns import (
-    COUNTS,
-    POSITIONS,
-    layout_of_chunks,
-    layouts_of_slots,
-)
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS, layout_of_chunks, layouts_of_slots
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout, lay_out
 from kog_triton.backends.cuda.prompt_texts import ALL, prompt_texts

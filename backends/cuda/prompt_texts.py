@@ -7,12 +7,7 @@ No torch: their compilers begin before it is imported (precompile.py), since the
 from typing import NamedTuple
 
 from kog_triton.backends.cuda.layout import rank_outputs
-from kog_triton.backends.cuda.layout.prompt import (
-    ProductKernel,
-    product_kernels,
-    render_product,
-    takes,
-)
+from kog_triton.backends.cuda.layout.prompt import ProductKernel, product_kernels, render_product, takes
 from kog_triton.backends.cuda.layout.short_pass import (
     MOST_HEAD_DIM,
     MOST_HIDDEN,
@@ -40,9 +35,7 @@ class Function(NamedTuple):
     shared: int
 
 
-def product_texts(
-    lowering: CudaLowering,
-) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
+def product_texts(lowering: CudaLowering) -> dict[ProductKernel | StreamWeights, tuple[str, str]]:
     """Headers and sources of the kernels of prompts' products, and of those that unpack narrow weights for them."""
     spec = lowering.schedule.spec
     texts: dict[ProductKernel | StreamWeights, tuple[str, str]] = {

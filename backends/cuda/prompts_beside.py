@@ -18,37 +18,16 @@ from kog_triton.backends.cuda.layout.unpack import unpacked_stages
 from kog_triton.backends.cuda.memory import Memory
 from kog_triton.backends.cuda.placing import Placing
 from kog_triton.backends.cuda.products import ArenaProducts
-from kog_triton.backends.cuda.prompt_texts import (
-    ALL,
-    outputs_text,
-    product_texts,
-    prompt_texts,
-)
+from kog_triton.backends.cuda.prompt_texts import ALL, outputs_text, product_texts, prompt_texts
 from kog_triton.backends.cuda.rank_kernel import RankKernel
 from kog_triton.backends.cuda.rank_memory import Ranks
 from kog_triton.backends.cuda.rank_outputs import PushedExchange, Queue
-from kog_triton.backends.cuda.short_pass import (
-    MOST_TOKENS,
-    Linked,
-    PassKernels,
-    ShortPass,
-    links_of,
-)
+from kog_triton.backends.cuda.short_pass import MOST_TOKENS, Linked, PassKernels, ShortPass, links_of
 from kog_triton.backends.cuda.short_prompts import ShortPrompts
 from kog_triton.backends.cuda.unpacking import Unpacking
 from kog_triton.backends.embedding import Embedding
-from kog_triton.backends.prefill.library import (
-    LibraryPrefill,
-    bucket_sizes,
-    on_device,
-    wants_library,
-)
-from kog_triton.backends.prefill.ranks import (
-    RANK_BUCKETS,
-    RankExchange,
-    RankPrefill,
-    RankTensors,
-)
+from kog_triton.backends.prefill.library import LibraryPrefill, bucket_sizes, on_device, wants_library
+from kog_triton.backends.prefill.ranks import RANK_BUCKETS, RankExchange, RankPrefill, RankTensors
 from kog_triton.backends.prefill.weights import LayerWeights, Matrices
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.cuda import CudaLowering
@@ -96,25 +75,14 @@ class PromptsBeside:
         if not wants_library(self.options, self.device):
             return None
         held = [
-            RankTensors(
-                self._embedding(memory),
-                memory.rope,
-                self._open_matrices(lowering, memory, rank),
-            )
+            RankTensors(self._embedding(memory), memory.rope, self._open_matrices(lowering, memory, rank))
             for rank, memory in enumerate(self.ranks.each)
         ]
         short = self._passes_short(lowering)
         if self.num_devices > 1:
             exchange = self._open_exchange(lowering)
             sizes = () if exchange is None else RANK_BUCKETS
-            ranks = RankPrefill(
-                weights,
-                lowering.schedule,
-                self.max_context,
-                held,
-                exchange=exchange,
-                buckets=sizes,
-            )
+            ranks = RankPrefill(weights, lowering.schedule, self.max_context, held, exchange=exchange, buckets=sizes)
             if short:
                 self.short = self._open_short(lowering, held, ranks.layers)
             for device in self.devices:  # memory that other GPUs write is zero before they do
@@ -127,15 +95,7 @@ class PromptsBeside:
         if short:
             buckets = [size for size in buckets if size > MOST_TOKENS]
         library = LibraryPrefill(
-            weights,
-            self.spec,
-            self.max_context,
-            one.embed,
-            one.rope,
-            one.matrices,
-            buckets,
-            to_head=True,
-            slots=slots,
+            weights, self.spec, self.max_context, one.embed, one.rope, one.matrices, buckets, to_head=True, slots=slots
         )
         library.compile_ahead(slots[0])
         if short:
@@ -169,10 +129,7 @@ class PromptsBeside:
         return PushedExchange(lowering.schedule, self.devices, ready, self.wait_ns)
 
     def _open_short(
-        self,
-        lowering: CudaLowering,
-        held: Sequence[RankTensors],
-        layers: Sequence[Sequence[LayerWeights]],
+        self, lowering: CudaLowering, held: Sequence[RankTensors], layers: Sequence[Sequence[LayerWeights]]
     ) -> ShortPrompts:
         """`held` and `layers` by rank."""
         hidden, several = self.spec.hidden_size, self.num_devices > 1
@@ -220,19 +177,6 @@ class PromptsBeside:
         with on_device(device):  # whose context takes modules
             if stages := unpacked_stages(lowering):
                 unpacking = Unpacking(
-                    lowering,
-                    memory.weights,
-                    memory.biases,
-                    lambda kind: load(kind, "kog_unpack", 0),
-                    stages,
-                    rank,
+                    lowering, memory.weights, memory.biases, lambda kind: load(kind, "kog_unpack", 0), stages, rank
                 )
-            return ArenaProducts(
-                lowering,
-                memory.weights,
-                memory.embed.dtype,
-                load,
-                memory.biases,
-                unpacking,
-                rank,
-            )
+            return ArenaProducts(lowering, memory.weights, memory.embed.dtype, load, memory.biases, unpacking, rank)

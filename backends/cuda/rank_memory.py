@@ -66,12 +66,7 @@ def _sharing(ranks: Sequence[Memory]) -> Ranks:
 
 
 def rank_pointers(
-    ranks: Sequence[Memory],
-    rank: int,
-    slots: Sequence[int],
-    limit: int,
-    most_steps: int,
-    **others: torch.Tensor,
+    ranks: Sequence[Memory], rank: int, slots: Sequence[int], limit: int, most_steps: int, **others: torch.Tensor
 ) -> RankPointers:
     """The argument of one rank's launch (`Memory.pointers`)."""
     own = ranks[rank].pointers(slots, limit, most_steps, **others)

@@ -15,14 +15,7 @@ from ctypes import Structure
 
 import torch
 
-from kog_triton.backends.cuda.layout.rank_outputs import (
-    BLOCKS,
-    THREADS,
-    VALUES,
-    AwaitCall,
-    PushCall,
-    takes,
-)
+from kog_triton.backends.cuda.layout.rank_outputs import BLOCKS, THREADS, VALUES, AwaitCall, PushCall, takes
 from kog_triton.backends.prefill.forward import Outputs
 from kog_triton.backends.prefill.library import CHUNK, on_device
 from kog_triton.backends.prefill.upload import upload
@@ -53,9 +46,7 @@ class RankEnd(Outputs):
         self._places = places_of(schedule)
         ranks = len(memory)
         self._push = PushCall(
-            gave_up=self._own.gave_up.data_ptr(),
-            pass_number=self._own.number.data_ptr(),
-            ranks=ranks,
+            gave_up=self._own.gave_up.data_ptr(), pass_number=self._own.number.data_ptr(), ranks=ranks
         )
         self._await = AwaitCall(
             arrived=self._own.arrived.data_ptr(),

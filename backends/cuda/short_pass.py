@@ -12,11 +12,7 @@ import torch
 
 from kog_triton.backends.cuda.driver import Kernel
 from kog_triton.backends.cuda.jit import compile_cubin
-from kog_triton.backends.cuda.layout.prompt import (
-    ProductCall,
-    ProductKernel,
-    ring_slot_steps,
-)
+from kog_triton.backends.cuda.layout.prompt import ProductCall, ProductKernel, ring_slot_steps
 from kog_triton.backends.cuda.layout.short_pass import (
     ATTEND_THREADS,
     GATE_THREADS,
@@ -253,14 +249,7 @@ class ShortPass:
 
     @property
     def nbytes(self) -> int:
-        held = (
-            self._words,
-            self._x,
-            self._q,
-            self._parts,
-            *self._in.values(),
-            *self._tables.values(),
-        )
+        held = (self._words, self._x, self._q, self._parts, *self._in.values(), *self._tables.values())
         own = () if self.linked is None else self.linked.links[self.linked.rank]
         return sum(t.nbytes for t in (*held, *own))
 
@@ -357,11 +346,7 @@ class ShortPass:
             call.parts, call.bias = self._parts_of(name), self._bias_of(layer, name)
         else:
             call.embed, call.embed_step = self._embed.data_ptr(), self._embed.stride(0)
-        call.gain, call.streams, call.streams_step = (
-            address(gain),
-            self._streams.data_ptr(),
-            self._streams.stride(0),
-        )
+        call.gain, call.streams, call.streams_step = (address(gain), self._streams.data_ptr(), self._streams.stride(0))
         call.out, call.order = self._in[to].data_ptr(), self._order(to)
         call.hidden, call.eps = self._spec.hidden_size, self._spec.norm_eps
         return call

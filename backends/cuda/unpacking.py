@@ -8,12 +8,7 @@ import numpy as np
 import torch
 
 from kog_triton.backends.cuda.layout.header import row_scales_at
-from kog_triton.backends.cuda.layout.unpack import (
-    UnpackCall,
-    unpacked_bytes,
-    wide_fragment_bytes,
-    wide_fragments,
-)
+from kog_triton.backends.cuda.layout.unpack import UnpackCall, unpacked_bytes, wide_fragment_bytes, wide_fragments
 from kog_triton.schedule.cuda import WARPS, CudaLowering
 from kog_triton.schedule.cuda_weights import StreamWeights
 from kog_triton.schedule.packing import first_ring_slots, unit_places

@@ -8,12 +8,7 @@ it, whose place the partial sums take, and the sums of stages that take words.
 from dataclasses import replace
 from functools import partial
 
-from kog_triton.backends.cuda.layout.batches import (
-    step_bytes,
-    sum_bytes,
-    unit_pieces,
-    up,
-)
+from kog_triton.backends.cuda.layout.batches import step_bytes, sum_bytes, unit_pieces, up
 from kog_triton.backends.cuda.layout.columns import begin_columns
 from kog_triton.backends.cuda.layout.layout import check_model
 from kog_triton.backends.hip.layout import STATIC_BYTES, HipLayout

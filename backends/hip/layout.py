@@ -2,13 +2,7 @@
 
 from functools import cached_property
 
-from kog_triton.backends.cuda.layout.batches import (
-    batch_units,
-    small_bytes,
-    staged_bytes,
-    sum_bytes,
-    up,
-)
+from kog_triton.backends.cuda.layout.batches import batch_units, small_bytes, staged_bytes, sum_bytes, up
 from kog_triton.backends.cuda.layout.layout import (
     PARTIAL_BYTES,
     SMALL_BYTES,

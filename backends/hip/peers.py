@@ -51,12 +51,7 @@ class _Uncached:
         with on_gpu(self._hip, number):
             where = ctypes.byref(self.address)
             call(self._hip, "hipExtMallocWithFlags", where, size, UNCACHED)
-        interface = {
-            "shape": (count,),
-            "typestr": "<i4",
-            "data": (self.address.value, False),
-            "version": 3,
-        }
+        interface = {"shape": (count,), "typestr": "<i4", "data": (self.address.value, False), "version": 3}
         if device.type == "cuda":
             self.__cuda_array_interface__ = interface
         else:

@@ -9,12 +9,7 @@ from pathlib import Path
 from kog_triton.backends.cuda import kernel_cache
 from kog_triton.backends.cuda.jit import compile_cubin
 from kog_triton.backends.cuda.layout.collectives import check_count
-from kog_triton.backends.cuda.layout.columns import (
-    COUNTS,
-    POSITIONS,
-    layout_of_chunks,
-    layouts_of_slots,
-)
+from kog_triton.backends.cuda.layout.columns import COUNTS, POSITIONS, layout_of_chunks, layouts_of_slots
 from kog_triton.backends.cuda.layout.header import render
 from kog_triton.backends.cuda.layout.layout import Layout
 from kog_triton.backends.hip import rank_selftest, selftest, toolchain
@@ -60,12 +55,7 @@ def column_layouts(spec: ModelSpec, gpu: Gpu, max_context: int, num_gpus: int = 
 
 
 def prebuild(
-    folder: Path,
-    spec: ModelSpec,
-    gpu: Gpu,
-    max_context: int = 0,
-    num_gpus: int = 1,
-    num_blocks: int = 0,
+    folder: Path, spec: ModelSpec, gpu: Gpu, max_context: int = 0, num_gpus: int = 1, num_blocks: int = 0
 ) -> list[Path]:
     """The files that a start of this model needs, written; KogError for what the kernel cannot do."""
     check_count(num_gpus)

@@ -90,11 +90,7 @@ def run(kernel: HipRankKernel, devices: Sequence[torch.device], blocks: int, rou
 
 
 def arguments(
-    words: Sequence[torch.Tensor],
-    found: Sequence[torch.Tensor],
-    mailbox: torch.Tensor,
-    blocks: int,
-    rounds: int,
+    words: Sequence[torch.Tensor], found: Sequence[torch.Tensor], mailbox: torch.Tensor, blocks: int, rounds: int
 ) -> list[ctypes.Structure]:
     """Of every rank's launch."""
     kind = argument_of(len(words))

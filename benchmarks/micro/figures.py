@@ -14,10 +14,7 @@ SCHEMA = "kog_triton.micro/1"
 SOURCE = "Building a single-kernel, latency-optimized LLM inference engine on AMD MI300X GPUs, blog.kog.ai, May 2026"
 REPORTED = {  # in SOURCE; microseconds, by microbenchmark
     "launch_cost": {"a kernel launch": "4.5"},
-    "exchange": {
-        "synchronization": "0.9, cut from 7.8",
-        "an intermediate tensor's round trip": "more than 1",
-    },
+    "exchange": {"synchronization": "0.9, cut from 7.8", "an intermediate tensor's round trip": "more than 1"},
     "read_bandwidth": {},
 }
 

@@ -30,11 +30,7 @@ DTYPE_NAMES = {
     "float16": "fp16",
     "half": "fp16",
 }
-PREFILLS = (
-    "auto",
-    "kernel",
-    "library",
-)  # who runs a prompt, as a caller may choose: BackendOptions.prefill
+PREFILLS = ("auto", "kernel", "library")  # who runs a prompt, as a caller may choose: BackendOptions.prefill
 # Logical tensors that `run_stage` takes and gives, by stage, of T tokens at positions n ... and S shards:
 #     token_ids [T]    x, delayed, attention_out, mlp_out [S, T, hidden]    q, k, v [S, T, H or K, d]
 #     keys, values [S, K, n, d], given back with T positions more        attention [S, T, H * d]

@@ -6,14 +6,7 @@ devices it serves, how fast it is beside the others, and what is missing where i
 
 from dataclasses import dataclass
 
-from kog_triton.backends import (
-    Availability,
-    Backend,
-    backend_names,
-    find_backend,
-    refuse_narrow,
-    why_not_narrow,
-)
+from kog_triton.backends import Availability, Backend, backend_names, find_backend, refuse_narrow, why_not_narrow
 from kog_triton.errors import DeviceError, RequestError
 from kog_triton.model.spec import ModelSpec
 from kog_triton.schedule.topology import GPUS, check_device, find_gpu

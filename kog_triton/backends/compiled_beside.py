@@ -19,10 +19,7 @@ class CompiledBeside(Generic[K]):
     """
 
     def __init__(
-        self,
-        compile: Callable[[K], object],
-        name: Callable[[K], str],
-        without: str = "requests take turns",
+        self, compile: Callable[[K], object], name: Callable[[K], str], without: str = "requests take turns"
     ) -> None:
         self._compile, self._name, self._without = compile, name, without
         self._threads: dict[K, threading.Thread] = {}

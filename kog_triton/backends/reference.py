@@ -109,11 +109,7 @@ class ReferenceBackend:
 
     def memory_bytes(self) -> dict[str, int]:
         seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._weights.values()}
-        return {
-            "weights": sum(seen.values()),
-            "kv_cache": self.kv.nbytes,
-            "other": self._rope.nbytes,
-        }
+        return {"weights": sum(seen.values()), "kv_cache": self.kv.nbytes, "other": self._rope.nbytes}
 
     def _new_kv(self, num_slots: int, limit: int) -> KVCache:
         return KVCache(self.schedule, num_slots, limit, self.device)

@@ -142,11 +142,7 @@ def encode(request: Request, vocab_size: int) -> np.ndarray:
 
 def encode_logits(count: int) -> np.ndarray:
     """Words of the request that runs `count` tokens and keeps the logits of every position."""
-    fields = dict.fromkeys(FIELDS, 0) | {
-        "prompt": count,
-        "most": count,
-        "flags": int(Flag.GREEDY | Flag.ALL_LOGITS),
-    }
+    fields = dict.fromkeys(FIELDS, 0) | {"prompt": count, "most": count, "flags": int(Flag.GREEDY | Flag.ALL_LOGITS)}
     return _join(fields, {})
 
 

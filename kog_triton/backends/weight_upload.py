@@ -58,11 +58,7 @@ class WeightUpload:
             return tensor.to(self._device)
         if not self._pieces:
             self._pieces = [
-                Piece(
-                    torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True),
-                    self._mark,
-                    self._files,
-                )
+                Piece(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), self._mark, self._files)
                 for _ in range(NUM_PIECES)
             ]
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)

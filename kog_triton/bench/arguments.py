@@ -79,10 +79,7 @@ def build_parser() -> Parser:
     decoding = Parser(add_help=False, parents=[deep])
     _number(decoding, "--max-tokens", MAX_TOKENS)
     decoding.add_argument(
-        "--target-tps",
-        type=not_negative,
-        metavar="X",
-        help="fail unless a backend reaches X tokens/s",
+        "--target-tps", type=not_negative, metavar="X", help="fail unless a backend reaches X tokens/s"
     )
     decoding.add_argument(
         "--profile",
@@ -121,9 +118,7 @@ def build_parser() -> Parser:
     prefill = kinds.add_parser("prefill", parents=[common, timed], help="the prompt alone: pp512")
     _number(prefill, "--prompt-tokens", PROMPT_TOKENS)
     kinds.add_parser(
-        "stages",
-        parents=[common, _repeated(), deep],
-        help="each stage alone, against the roofline of its own bytes",
+        "stages", parents=[common, _repeated(), deep], help="each stage alone, against the roofline of its own bytes"
     )
     startup = kinds.add_parser("startup", parents=[common], help="from nothing to a token")
     _number(startup, "--rounds", 2, "processes (%(default)s)")
@@ -179,18 +174,8 @@ def _add_serving(kinds: Any) -> None:
 def _common() -> Parser:
     out = Parser(add_help=False)
     add_checkpoint(out, shape="random weights")
-    out.add_argument(
-        "--backend",
-        action="append",
-        metavar="NAME",
-        help=f"{', '.join(backend_names())}; repeatable",
-    )
-    out.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bf16", "fp16"),
-        help="of the weights (%(default)s)",
-    )
+    out.add_argument("--backend", action="append", metavar="NAME", help=f"{', '.join(backend_names())}; repeatable")
+    out.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp16"), help="of the weights (%(default)s)")
     out.add_argument(
         "--weights",
         metavar="FORMAT",

@@ -67,11 +67,7 @@ def _common(args: argparse.Namespace, positions: int) -> tuple[dict[str, Any], l
 
 
 def _record(
-    args: argparse.Namespace,
-    argv: Sequence[str],
-    model: "Model",
-    test: dict[str, Any],
-    measured: dict[str, Any],
+    args: argparse.Namespace, argv: Sequence[str], model: "Model", test: dict[str, Any], measured: dict[str, Any]
 ) -> dict[str, Any]:
     """The record of what was measured on this machine; `test` says what was asked, but for what all kinds share."""
     from kog_triton.bench import machine

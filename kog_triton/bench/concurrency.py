@@ -63,10 +63,7 @@ def _rows(task: ConcurrencyTask, choice: Choice, row: Row, bandwidth: dict[str, 
         prompts = [task.model.prompt(task.prompt_tokens, i) for i in range(most)]
         say("the reference's logits")
         judge = Judge(
-            open_oracle(task.model.weights, replace(options, num_slots=1)),
-            task.judged_ids(),
-            prompts[0],
-            task.tokens,
+            open_oracle(task.model.weights, replace(options, num_slots=1)), task.judged_ids(), prompts[0], task.tokens
         )
         try:
             check = asdict(judge.examine(engine, task.kl_limit(judge, say)))
@@ -110,11 +107,7 @@ def _time(task: ConcurrencyTask, engine: BackendUnderTest, prompts: list[list[in
 
 
 def _measured(
-    task: ConcurrencyTask,
-    spec: ModelSpec,
-    m: _Measurement,
-    alone: list[list[int]],
-    bandwidth: dict[str, Any],
+    task: ConcurrencyTask, spec: ModelSpec, m: _Measurement, alone: list[list[int]], bandwidth: dict[str, Any]
 ) -> dict[str, Any]:
     """What one number of requests adds to the row of its backend."""
     same = all([run.tokens for run in one] == alone[: m.requests] for one in m.rounds)

@@ -40,10 +40,7 @@ class Endpoint:
 
     def chat(self, body: dict[str, Any]) -> "Answer":
         """Stream one answer; RunError for one that fails or breaks off."""
-        asked = body | {
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
+        asked = body | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         try:
             return self._stream(asked)
         except (OSError, http.client.HTTPException) as error:

@@ -104,11 +104,7 @@ class BackendUnderTest:
         return run
 
     def generate_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        sampling: Sampling = GREEDY,
-        seed: int = 0,
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling = GREEDY, seed: int = 0
     ) -> list[Run]:
         """A request a prompt, all posted before the backend begins; each stamped in a thread of its own.
 

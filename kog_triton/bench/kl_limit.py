@@ -61,11 +61,7 @@ def kl_limit(weights: WeightSource, device: torch.device, ids: list[int], want: 
 
 
 def unpacked_kl_limit(
-    weights: WeightSource,
-    backend: type[Backend],
-    options: BackendOptions,
-    ids: list[int],
-    want: np.ndarray,
+    weights: WeightSource, backend: type[Backend], options: BackendOptions, ids: list[int], want: np.ndarray
 ) -> KlLimit:
     """As `kl_limit`, of narrow weights: what a backend makes of their values in the model's own type, where that is
     rounded to 16 bits, and UNPACKED more."""

@@ -36,13 +36,7 @@ def note_of(error: Exception) -> str:
 
 def make_row(name: str, kind: str, status: str, note: str) -> dict[str, Any]:
     """A row about one engine with nothing measured yet; status: timed, wrong, absent or failed."""
-    return {
-        "name": name,
-        "kind": kind,
-        "status": status,
-        "note": note,
-        **dict.fromkeys(MEASURED),
-    }
+    return {"name": name, "kind": kind, "status": status, "note": note, **dict.fromkeys(MEASURED)}
 
 
 def make_record(

@@ -23,18 +23,7 @@ SCHEMA = "kog_triton.bench.serving/1"
 BASELINE = 100  # tokens/s of the server that the agent's wall time stands beside
 ROOM = 256  # positions left free by the agent, for what a template adds to a message
 WORDS = (
-    *(
-        "river",
-        "stone",
-        "light",
-        "paper",
-        "window",
-        "garden",
-        "letter",
-        "number",
-        "engine",
-        "bridge",
-    ),
+    *("river", "stone", "light", "paper", "window", "garden", "letter", "number", "engine", "bridge"),
     *("morning", "winter", "travel", "question", "answer", "yellow", "simple", "heavy", "quiet"),
     *("early", "follow", "gather", "measure", "between", "under", "beyond", "seven", "twelve"),
 )
@@ -43,11 +32,7 @@ TOOL = {
     "function": {
         "name": "read_file",
         "description": "Read a file of the project.",
-        "parameters": {
-            "type": "object",
-            "properties": {"path": {"type": "string"}},
-            "required": ["path"],
-        },
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
     },
 }
 TASK = (

@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 
-from kog_triton.backends import (
-    STAGE_READS,
-    Backend,
-    BackendOptions,
-    BackgroundCompiler,
-    StageTimer,
-    find_backend,
-)
+from kog_triton.backends import STAGE_READS, Backend, BackendOptions, BackgroundCompiler, StageTimer, find_backend
 from kog_triton.backends.choose import Choice
 from kog_triton.backends.device import Clock
 from kog_triton.bench.engines import check_devices
@@ -195,13 +188,7 @@ def largest_error(got: State, expected: State) -> float:
 
 
 def stage_seconds(
-    backend: Backend,
-    stage: str,
-    layer: int,
-    state: State,
-    device: torch.device,
-    warmup: int,
-    rounds: int,
+    backend: Backend, stage: str, layer: int, state: State, device: torch.device, warmup: int, rounds: int
 ) -> tuple[str, list[float]]:
     """The clock's name, and the seconds of every round."""
     before = l2_flush(device)

@@ -85,12 +85,7 @@ def _start(asked: dict[str, Any], environment: dict[str, str], say: Say) -> dict
     try:
         with _relayed(say) as (stderr, lines):
             done = subprocess.run(
-                program,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                timeout=TIMEOUT_S,
+                program, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=TIMEOUT_S
             )
     except subprocess.TimeoutExpired as error:
         raise RunError(f"a start took more than {TIMEOUT_S} s") from error

@@ -35,9 +35,4 @@ def count(names: Iterable[str]) -> dict[str, Any]:
             fills += name.startswith("Memset")
         else:
             kernels[name] += 1
-    return {
-        "launches": kernels.total(),
-        "kernels": dict(kernels.most_common(20)),
-        "copies": copies,
-        "fills": fills,
-    }
+    return {"launches": kernels.total(), "kernels": dict(kernels.most_common(20)), "copies": copies, "fills": fills}

@@ -14,12 +14,7 @@ from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import Code, Offset, Scale, WeightFormat, e2m1_in_half
 
 Tensor = torch.Tensor
-SCALES = {
-    torch.float32: Scale.F32,
-    torch.bfloat16: Scale.BF16,
-    torch.float16: Scale.F16,
-    torch.uint8: Scale.E8M0,
-}
+SCALES = {torch.float32: Scale.F32, torch.bfloat16: Scale.BF16, torch.float16: Scale.F16, torch.uint8: Scale.E8M0}
 LARGEST = {Code.E4M3: 448.0, Code.INT8: 128.0, Code.UINT4: 8.0, Code.E2M1: 6.0}  # of a code
 Bring = Callable[[Tensor], Tensor]  # gives a tensor as it is elsewhere
 SYMMETRIC = 8  # what a UINT4 code is less where there are no zero points

@@ -26,11 +26,7 @@ class RandomWeights:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        seed: int = 0,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, spec: ModelSpec, seed: int = 0, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         self.spec = spec
         self._seed = seed

@@ -50,53 +50,22 @@ def build_parser() -> Parser:
     )  # fmt: skip
     add("--interactive", action="store_true", help="ask again and again; /help there lists commands")
     add("--raw", action="store_true", help="with --interactive: continue texts, no chat template")
-    add(
-        "-m",
-        "--max-tokens",
-        type=int,
-        help="most tokens to make (default: the rest of the context)",
-    )
+    add("-m", "--max-tokens", type=int, help="most tokens to make (default: the rest of the context)")
     add("--min-tokens", type=int, metavar="N", help="tokens before the text may end (default: 0)")
     add("--n", type=positive, help="samples of the prompt, printed one after the other (default: 1)")
 
     add = parser.add_argument_group("sampling (default: the checkpoint's generation_config)").add_argument
-    add(
-        "--temp",
-        "--temperature",
-        dest="temperature",
-        type=float,
-        help="0 takes the likeliest token",
-    )
+    add("--temp", "--temperature", dest="temperature", type=float, help="0 takes the likeliest token")
     add("--top-p", type=float, help="sample among the likeliest that hold this share, up to 1")
     add("--top-k", type=int, help="sample among the K likeliest; 0 for all")
     add("--min-p", type=float, help="leave out what is less likely than this share of the likeliest")
-    add(
-        "--seed",
-        type=int,
-        help="repeat a run (default, or -1: drawn, and reported; below that 2^64 is added)",
-    )
-    add(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="end before this text; may be given repeatedly",
-    )
+    add("--seed", type=int, help="repeat a run (default, or -1: drawn, and reported; below that 2^64 is added)")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
     add("--repetition-penalty", type=float, help="above 1: fewer tokens of prompt and answer again")
     add("--presence-penalty", type=float, help="above 0: fewer tokens of the answer again")
     add("--frequency-penalty", type=float, help="above 0: the fewer, the more often they came")
-    add(
-        "--logit-bias",
-        action="append",
-        type=bias,
-        metavar="ID=BIAS",
-        help="add to a token's logit; repeatable",
-    )
-    add(
-        "--bad-words",
-        action="append",
-        metavar="TEXT",
-        help="never say this; may be given repeatedly",
-    )
+    add("--logit-bias", action="append", type=bias, metavar="ID=BIAS", help="add to a token's logit; repeatable")
+    add("--bad-words", action="append", metavar="TEXT", help="never say this; may be given repeatedly")
     add("--ignore-eos", action="store_true", default=None, help="go on after the end of the text")
     add("--logprobs", type=int, metavar="K", help="keep the K best of each token, with --json")
 
@@ -105,29 +74,15 @@ def build_parser() -> Parser:
     add("--json-schema", metavar="FILE|TEXT", help="JSON that fits this schema")
     add("--regex", help="a regular expression for the whole answer")
     add("--choice", action="append", metavar="TEXT", help="one of these; give it repeatedly")
-    add(
-        "--grammar",
-        metavar="FILE",
-        help="a Lark grammar with a rule start, or GBNF with a rule root",
-    )
+    add("--grammar", metavar="FILE", help="a Lark grammar with a rule start, or GBNF with a rule root")
 
     add = parser.add_argument_group("machine").add_argument
     add("--backend", default="auto", help=f"auto, {', '.join(backend_names())} (default: auto)")
     add("--device", help="cpu, nvidia, amd or a GPU such as h200")
     add("--gpus", type=positive, default=1, metavar="N", help="how many of them (default: 1)")
     add("--dtype", default="auto", help="weights: auto, fp32, bf16 or fp16")
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="positions to make room for (default: the model's)",
-    )
-    add(
-        "--num-slots",
-        type=positive,
-        metavar="N",
-        help="samples that run at once (default: as many as --n, up to 8)",
-    )
+    add("--max-model-len", type=int, metavar="N", help="positions to make room for (default: the model's)")
+    add("--num-slots", type=positive, metavar="N", help="samples that run at once (default: as many as --n, up to 8)")
     add(
         "--prefill", default="auto", choices=PREFILLS,
         help="prompts in the backend's kernel, by torch's matrix products, or whichever is faster",
@@ -136,12 +91,7 @@ def build_parser() -> Parser:
     add("--walk", default="stage", choices=("stage", "block"), help="reference only")
 
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE|-",
-        help="write a record of the run; - for stdout, instead of the text",
-    )
+    add("--json", type=Path, metavar="FILE|-", help="write a record of the run; - for stdout, instead of the text")
     add("-v", "--verbose", action="store_true", help="all figures on stderr")
     add("--quiet", action="store_true", help="only errors on stderr")
     return parser

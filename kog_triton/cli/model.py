@@ -27,9 +27,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The options that `open_spec` reads."""
     add_checkpoint(parser, shape="a named shape")
     parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16"),
-        help="of the weights in memory (default: as in the checkpoint)",
+        "--dtype", choices=("bf16", "fp16"), help="of the weights in memory (default: as in the checkpoint)"
     )
 
 

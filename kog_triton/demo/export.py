@@ -184,13 +184,7 @@ def export(run: Path, data: Path, out: Path, limit: int = MAX_SHARD_BYTES) -> No
     out.mkdir(parents=True, exist_ok=True)
     save_sharded({name: t.contiguous() for name, t in tensors.items()}, out, limit)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "do_sample": True,
-        "temperature": TEMPERATURE,
-        "top_p": TOP_P,
-    }
+    generation = {"bos_token_id": 0, "eos_token_id": 0, "do_sample": True, "temperature": TEMPERATURE, "top_p": TOP_P}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(data / name, out / name)

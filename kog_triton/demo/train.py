@@ -102,10 +102,7 @@ class Training:
         decayed = [p for n, p in parameters if p.dim() > 1 and "tok_embeddings" not in n]
         others = [p for n, p in parameters if p.dim() == 1 or "tok_embeddings" in n]
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": settings.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
+            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
             fused=on_gpu,
@@ -212,10 +209,7 @@ def run(training: Training, out: Path, log_every: int, save_every: int, stop: in
             rate = len(pending) * settings.batch * settings.window / elapsed
             training.curve.append((step, round(loss, 6)))
             left = (last - step) * settings.batch * settings.window / rate
-            print(
-                f"step {step}/{settings.steps} loss {loss:.4f} {rate:,.0f} tokens/s eta {left:.0f}s",
-                flush=True,
-            )
+            print(f"step {step}/{settings.steps} loss {loss:.4f} {rate:,.0f} tokens/s eta {left:.0f}s", flush=True)
             if not np.isfinite(loss):
                 raise RunError(f"step {step}: the loss is {loss}; lower --peak-rate and retrain")
             pending, started = [], time.monotonic()

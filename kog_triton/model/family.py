@@ -12,12 +12,7 @@ from kog_triton.model.spec import ModelSpec
 
 # What a checkpoint may hold besides its weights: tables that are computed again from the
 # configuration.
-HARMLESS_SUFFIXES = (
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-    "freqs_cis",
-)
+HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "freqs_cis")
 
 
 @dataclass(frozen=True)

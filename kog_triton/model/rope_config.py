@@ -15,13 +15,7 @@ from kog_triton.model.spec import Rope, RopeScaling
 
 MAX_CONTEXT = 1 << 27  # positions; far above any model, small enough for 32-bit offsets of a table row
 MAX_FACTOR = 1e6
-_KNOWN_TOP_LEVEL = {
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "rope_scaling_args",
-    "rope_interleaved",
-}
+_KNOWN_TOP_LEVEL = {"rope_theta", "rope_scaling", "rope_parameters", "rope_scaling_args", "rope_interleaved"}
 _SCALINGS = {
     "default": RopeScaling.NONE,
     "linear": RopeScaling.LINEAR,
@@ -70,14 +64,7 @@ def llama3(theta: float, factor: float, trained: int, parameters: Config) -> Rop
     high = parameters.number("high_freq_factor", low=1e-6, high=MAX_FACTOR)
     if high <= low:
         raise ModelError(f"{parameters.label('high_freq_factor')} is {high:g}: it must exceed low_freq_factor {low:g}")
-    return Rope(
-        theta,
-        RopeScaling.LLAMA3,
-        factor,
-        trained,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
+    return Rope(theta, RopeScaling.LLAMA3, factor, trained, low_freq_factor=low, high_freq_factor=high)
 
 
 def _factor(parameters: Config) -> float:

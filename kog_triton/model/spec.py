@@ -184,11 +184,7 @@ class ModelSpec:
         if self.o_bias:
             layer |= {"o_bias": (lanes, hidden)}
         if self.mlp_bias:
-            layer |= {
-                "gate_bias": (lanes, ffn),
-                "up_bias": (lanes, ffn),
-                "down_bias": (lanes, hidden),
-            }
+            layer |= {"gate_bias": (lanes, ffn), "up_bias": (lanes, ffn), "down_bias": (lanes, hidden)}
         if self.qk_norm:
             layer |= {"q_norm": (d,), "k_norm": (d,)}
         out |= {f"layers.{{}}.{name}": shape for name, shape in layer.items()}

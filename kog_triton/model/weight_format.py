@@ -97,11 +97,7 @@ class WeightFormat:
     def bytes(self, rows: int, cols: int) -> int:
         """Bytes of one matrix: codes, scales and what is beside them."""
         down, across = self.grid(rows, cols)
-        beside = {
-            Offset.NONE: 0,
-            Offset.ZERO_POINT: self.code.bits,
-            Offset.MINIMUM: self.scale.bits,
-        }
+        beside = {Offset.NONE: 0, Offset.ZERO_POINT: self.code.bits, Offset.MINIMUM: self.scale.bits}
         bits = rows * cols * self.code.bits + down * across * (self.scale.bits + beside[self.offset])
         return -(-bits // 8)
 

@@ -100,11 +100,7 @@ def rank_trace(recording: RankRecording, lines: RankTimeline, about: dict[str, A
         for gpu, clock in enumerate(lines.clocks, 1)
     ]
     facts = [clock_facts(line) for line in lines.each]
-    return {
-        "displayTimeUnit": "ns",
-        "traceEvents": events,
-        "otherData": about | {"gpus": facts, "clocks": clocks},
-    }
+    return {"displayTimeUnit": "ns", "traceEvents": events, "otherData": about | {"gpus": facts, "clocks": clocks}}
 
 
 def _name(what: str, process: int, track: int, name: str) -> dict[str, Any]:

@@ -21,11 +21,7 @@ PROCESS = 0
 def trace(recording: Recording, line: Timeline, about: dict[str, Any]) -> dict[str, Any]:
     """The document; `about` is kept in its metadata."""
     events = block_events(recording, line, PROCESS)
-    return {
-        "displayTimeUnit": "ns",
-        "traceEvents": events,
-        "otherData": about | clock_facts(line),
-    }
+    return {"displayTimeUnit": "ns", "traceEvents": events, "otherData": about | clock_facts(line)}
 
 
 def block_events(recording: Recording, line: Timeline, process: int) -> list[dict[str, Any]]:

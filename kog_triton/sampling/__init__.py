@@ -13,12 +13,4 @@ from kog_triton.sampling.history import History
 from kog_triton.sampling.params import SamplingParams
 from kog_triton.sampling.structured import StructuredOutputsParams
 
-__all__ = [
-    "History",
-    "Sampled",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "rank_of",
-    "raw_logprobs",
-    "sample",
-]
+__all__ = ["History", "Sampled", "SamplingParams", "StructuredOutputsParams", "rank_of", "raw_logprobs", "sample"]

@@ -213,13 +213,7 @@ def _distances(logits: np.ndarray, lmax: np.float32, scale: float) -> np.ndarray
     return (np.float64(lmax) - logits.astype(np.float64)) * scale
 
 
-def draw(
-    edited: np.ndarray,
-    ids: np.ndarray | None,
-    params: SamplingParams,
-    position: int,
-    sample_idx: int,
-) -> int:
+def draw(edited: np.ndarray, ids: np.ndarray | None, params: SamplingParams, position: int, sample_idx: int) -> int:
     """The id of the largest key among `ids` (None = all); few ids need their exact key."""
     if params.seed is None:
         raise RequestError("sampling needs a seed: call SamplingParams.resolve once per request")

@@ -26,12 +26,7 @@ import numpy as np
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.schedule.cuda_weights import FRAGMENT_ROWS as MMA_ROWS
-from kog_triton.schedule.cuda_weights import (
-    STEP_VALUES,
-    StreamWeights,
-    stage_weights,
-    unreadable,
-)
+from kog_triton.schedule.cuda_weights import STEP_VALUES, StreamWeights, stage_weights, unreadable
 from kog_triton.schedule.lowering import Partition, Tiling, Units, layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Epilogue, Prologue, Schedule, Scope, Stage
 from kog_triton.schedule.topology import GPUS, KB, Gpu
@@ -278,10 +273,7 @@ def lower(schedule: Schedule, gpu: Gpu, num_blocks: int = 0) -> CudaLowering:
     if not candidates:
         raise ModelError(f"hidden_size {schedule.spec.hidden_size} cannot be cut for the cuda backend")
     deep = [c for c in candidates if c.ring_slots >= 2 * c.least_window]
-    best = min(
-        deep or candidates,
-        key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c)),
-    )
+    best = min(deep or candidates, key=lambda c: (_cost(c), -c.ring_slots * c.ring_slot_bytes, _unrolled(c)))
     return replace(best, tilings=shifted(best))
 
 

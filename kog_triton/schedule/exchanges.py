@@ -265,11 +265,7 @@ class _Run:
         self.place, lane = self.blocks % PLACES, self.blocks // PLACES
         everywhere = np.ones((len(self.blocks), len(self.blocks)), bool)
         rank = lane // (kernel.lanes // kernel.ranks)
-        self.near = {
-            Scope.SHARD: lane[:, None] == lane,
-            Scope.RANK: rank[:, None] == rank,
-            Scope.ALL: everywhere,
-        }
+        self.near = {Scope.SHARD: lane[:, None] == lane, Scope.RANK: rank[:, None] == rank, Scope.ALL: everywhere}
         self.taking = {
             Who.EACH: self.place >= 0,
             Who.SOME: self.place >= 0,

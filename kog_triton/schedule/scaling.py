@@ -77,11 +77,7 @@ def exchanges(schedule: Schedule) -> tuple[int, int]:
 
 
 def predict(
-    schedule: Schedule,
-    bytes_per_gpu: float,
-    bandwidth: float,
-    blend: float = BLEND,
-    kept: float = KEPT,
+    schedule: Schedule, bytes_per_gpu: float, bandwidth: float, blend: float = BLEND, kept: float = KEPT
 ) -> float:
     """Seconds of a token at a short context. `bandwidth`: the GPU's by its datasheet, bytes a second."""
     count, over_gpus = exchanges(schedule)

@@ -309,11 +309,7 @@ class Tiles:
 
 
 def lower_tiles(
-    schedule: Schedule,
-    num_blocks: int,
-    max_context: int,
-    vendor: str = "nvidia",
-    tile_bytes: int = 0,
+    schedule: Schedule, num_blocks: int, max_context: int, vendor: str = "nvidia", tile_bytes: int = 0
 ) -> Tiles:
     """The tiles of a model on one GPU, at most `tile_bytes` each (0: the vendor's best).
 
@@ -513,12 +509,7 @@ def _warps_in_one_run(tile_rows: int, words: int) -> bool:
 
 
 def _stage_tilings(
-    stage: Stage,
-    index: int,
-    size: int,
-    widths: tuple[int, ...],
-    tile_bytes: int,
-    codes: TileCodes | None = None,
+    stage: Stage, index: int, size: int, widths: tuple[int, ...], tile_bytes: int, codes: TileCodes | None = None
 ) -> list[StageTiles]:
     """Cuts of a stage with tiles of these widths over `size` blocks."""
     out = []

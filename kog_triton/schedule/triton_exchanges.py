@@ -16,14 +16,8 @@ Tiles = Any  # of triton.py, which asks here where its words lie
 
 MODULES = (("attention_out", "o_proj", "gate_up_proj"), ("mlp_out", "down_proj", "layer_end"))
 AGREE, ALL_REDUCE, MEET = ("candidate", "argmax"), ("partial", "all_reduce"), ("arrive", "arrivals")
-RANK = (
-    "rank_part",
-    "rank",
-) * 2  # of log-probabilities: the logit of the token, then how many are ahead of it
-DECODE_STEPS = {
-    "attention": ("attention", "attention_join"),
-    "down_proj": ("down_proj", "layer_end"),
-}
+RANK = ("rank_part", "rank") * 2  # of log-probabilities: the logit of the token, then how many are ahead of it
+DECODE_STEPS = {"attention": ("attention", "attention_join"), "down_proj": ("down_proj", "layer_end")}
 PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after each
     "qkv_proj": ("feed_mlp", "feed", *MEET, "qkv_proj", *MEET),
     "attention": ("attention", *MEET),
@@ -31,10 +25,7 @@ PROMPT_STEPS = {  # of a chunk (backends/triton/chunk.py): all blocks meet after
     "gate_up_proj": ("gate_up_proj", *MEET),
     "down_proj": ("down_proj", *MEET),
 }
-PREPARED = {
-    "o_proj": "attention",
-    "down_proj": "mlp",
-}  # stages whose narrow weights meet what is made of these
+PREPARED = {"o_proj": "attention", "down_proj": "mlp"}  # stages whose narrow weights meet what is made of these
 SHARED_STEPS = {  # of a step that requests share (backends/triton/kernel/shared_step.py): all meet after each
     "qkv_proj": ("feed", *MEET, "qkv_proj", *MEET),
     "attention": ("attention", *MEET, "attention_join", *MEET),

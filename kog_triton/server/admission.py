@@ -22,12 +22,7 @@ class Admission:
             raise Problem(503, "the server is shutting down: send it elsewhere", code="draining", retry=True)
         if self.num_inside >= self._most:
             self.num_refused += 1
-            raise Problem(
-                503,
-                f"{self._most} requests run or wait: try again later",
-                code="queue_full",
-                retry=True,
-            )
+            raise Problem(503, f"{self._most} requests run or wait: try again later", code="queue_full", retry=True)
         self.num_inside += 1
         try:
             yield

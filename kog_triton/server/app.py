@@ -14,15 +14,7 @@ from kog_triton.errors import KogError
 from kog_triton.server.json_body import JsonRoute
 from kog_triton.server.limits import MAX_BODY, BodyLimit, KeyGuard
 from kog_triton.server.problems import Problem, problem_of
-from kog_triton.server.routes import (
-    chat,
-    completions,
-    messages,
-    playground,
-    responses,
-    state,
-    tokens,
-)
+from kog_triton.server.routes import chat, completions, messages, playground, responses, state, tokens
 from kog_triton.server.service import Service
 
 MAX_ERRORS = 3  # of a body that are told

@@ -43,12 +43,7 @@ class Asked:
 
 
 async def read_chat(
-    service: Service,
-    body: ChatBody,
-    namespace: str,
-    *,
-    cut_to_room: bool = False,
-    bounded: bool = True,
+    service: Service, body: ChatBody, namespace: str, *, cut_to_room: bool = False, bounded: bool = True
 ) -> Asked:
     """What is asked; RequestError or Problem for what cannot be.
 
@@ -68,10 +63,7 @@ async def read_chat(
         )
     tool_parser = model.tool_parser if tools else None
     if forced and tool_parser is None:
-        raise Problem(
-            400,
-            "tool_choice needs tool calls, and none are known of this model: give --tool-call-parser",
-        )
+        raise Problem(400, "tool_choice needs tool calls, and none are known of this model: give --tool-call-parser")
     kwargs = template_kwargs(model, body.chat_template_kwargs, body.reasoning_effort)
     whose = namespace + (body.cache_salt or "")
     ends = body.add_generation_prompt
@@ -141,10 +133,7 @@ async def render(
 
 
 def _told(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
-    kwargs: Mapping[str, Any],
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """A conversation and how it is written, as the tokenizer takes them."""
 
@@ -166,9 +155,7 @@ def template_kwargs(
         if name not in TEMPLATE_KWARGS:
             have = ", ".join(sorted(TEMPLATE_KWARGS))
             raise Problem(
-                400,
-                f"chat_template_kwargs.{name[:40]} is not allowed: have {have}",
-                param="chat_template_kwargs",
+                400, f"chat_template_kwargs.{name[:40]} is not allowed: have {have}", param="chat_template_kwargs"
             )
     effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
     return {**model.template_kwargs, **effort, **asked}
@@ -191,11 +178,7 @@ def usable_tools(tools: Sequence[Tool] | None) -> tuple[dict[str, Any], ...]:
 
 def _check(body: ChatBody) -> None:
     if body.chat_template is not None:
-        raise Problem(
-            400,
-            "chat_template in a request is refused: the server's own is used",
-            param="chat_template",
-        )
+        raise Problem(400, "chat_template in a request is refused: the server's own is used", param="chat_template")
     for name in UNSUPPORTED:
         if getattr(body, name) is not None:
             raise Problem(400, f"{name} is not supported: leave it out", param=name)
@@ -204,11 +187,7 @@ def _check(body: ChatBody) -> None:
     if body.modalities is not None and body.modalities != ["text"]:
         raise Problem(400, "modalities must be text alone", param="modalities")
     if body.continue_final_message:
-        raise Problem(
-            400,
-            "continue_final_message is not supported: leave it out",
-            param="continue_final_message",
-        )
+        raise Problem(400, "continue_final_message is not supported: leave it out", param="continue_final_message")
 
 
 def _choice(body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> tuple[str | None, bool]:
@@ -224,8 +203,7 @@ def _choice(body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> tuple[str | N
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise Problem(
-            400,
-            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+            400, 'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}'
         )
     return name, True
 

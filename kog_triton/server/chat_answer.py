@@ -18,14 +18,7 @@ class ChatAnswer:
     """id           of the answer, the same in all its events
     include_usage  whether a stream ends with a chunk of usage; `continuous`: every chunk has it"""
 
-    def __init__(
-        self,
-        answer_id: str,
-        model: ServedModel,
-        asked: Asked,
-        include_usage: bool,
-        continuous: bool,
-    ) -> None:
+    def __init__(self, answer_id: str, model: ServedModel, asked: Asked, include_usage: bool, continuous: bool) -> None:
         self._id, self._model, self._asked = answer_id, model, asked
         self._include_usage, self._continuous = include_usage, continuous
         self._created = int(time.time())

@@ -189,10 +189,7 @@ def serve(channel: socket.socket) -> None:
 def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # of the whole group: the server says when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: the server says when to end
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         status = 0

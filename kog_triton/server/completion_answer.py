@@ -8,14 +8,7 @@ from typing import Any
 
 from kog_triton.outputs import Logprob, RequestOutput
 from kog_triton.server.answering import Events, sse
-from kog_triton.server.figures import (
-    Offsets,
-    completion_logprobs,
-    progress,
-    timings,
-    token_name,
-    usage,
-)
+from kog_triton.server.figures import Offsets, completion_logprobs, progress, timings, token_name, usage
 from kog_triton.server.model import ServedModel
 from kog_triton.server.problems import Problem
 from kog_triton.server.samples import Job, News
@@ -72,12 +65,7 @@ class CompletionAnswer:
             return b""  # and its log-probabilities come with the text that they are of
         logprobs = self._logprobs(one.index) if self._asked and self._made else None
         sample.logprobs = []
-        choice: dict[str, Any] = {
-            "index": one.index,
-            "text": told,
-            "logprobs": logprobs,
-            "finish_reason": None,
-        }
+        choice: dict[str, Any] = {"index": one.index, "text": told, "logprobs": logprobs, "finish_reason": None}
         prompt = len(self._jobs[one.index // self._n].token_ids)
         now = progress(one.tokens if self._made else 0, elapsed_s, prompt)
         end: dict[str, Any] = {}
@@ -112,11 +100,7 @@ class CompletionAnswer:
         choices = [self._choice(index) for index in sorted(self._samples)]
         first = self._samples[0].output
         assert first is not None, "all samples have ended"
-        return self._head() | {
-            "choices": choices,
-            "usage": self._usage(),
-            "timings": timings(first, self._made),
-        }
+        return self._head() | {"choices": choices, "usage": self._usage(), "timings": timings(first, self._made)}
 
     def _choice(self, index: int) -> dict[str, Any]:
         sample = self._samples[index]
@@ -174,12 +158,7 @@ class CompletionAnswer:
         return job.prompt
 
     def _head(self) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model.name,
-        }
+        return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model.name}
 
     def _usage(self) -> dict[str, Any]:
         outputs = [(i, s.output) for i, s in sorted(self._samples.items()) if s.output is not None]

@@ -12,10 +12,7 @@ LOWEST = -9999.0  # JSON has no infinity; OpenAI's figure for a token that canno
 
 
 def usage(
-    outputs: Iterable[tuple[int, RequestOutput]],
-    samples_a_job: int,
-    reasoning_tokens: int = 0,
-    made: bool = True,
+    outputs: Iterable[tuple[int, RequestOutput]], samples_a_job: int, reasoning_tokens: int = 0, made: bool = True
 ) -> dict[str, Any]:
     """Of all samples by their index: a prompt counts once, however many samples it has. `made`: their tokens were asked
     for; a prompt that is scored alone takes one that nobody is told."""
@@ -83,10 +80,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Mapping[int, Logprob]],
     content = []
     for candidates in tokens:
         chosen, found = next(iter(candidates.items()))
-        best = sorted(
-            (c for c in candidates.items() if c[1].rank and c[1].rank <= most),
-            key=lambda c: c[1].rank or 0,
-        )
+        best = sorted((c for c in candidates.items() if c[1].rank and c[1].rank <= most), key=lambda c: c[1].rank or 0)
         content.append(entry(chosen, found) | {"top_logprobs": [entry(*candidate) for candidate in best]})
     return {"content": content, "refusal": None}
 

@@ -8,12 +8,7 @@ Times between tokens are counted as they come, in buckets from 50 us: at 3,000 t
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kog_triton.claim import Claim
@@ -137,11 +132,7 @@ class ServerMetrics(Collector):
             yield ended
         for name, text, value in (
             ("prompt_tokens", "tokens of prompts", self._prompt_tokens),
-            (
-                "cached_prompt_tokens",
-                "tokens of prompts that were in the slot",
-                self._cached_tokens,
-            ),
+            ("cached_prompt_tokens", "tokens of prompts that were in the slot", self._cached_tokens),
             ("generation_tokens", "tokens that were made", self._output_tokens),
             ("request_errors", "requests that ended with an error", self.num_errors),
             ("corrupted_requests", "requests whose logits held NaN or inf", self.num_corrupted),
@@ -159,9 +150,7 @@ class ServerMetrics(Collector):
             yield CounterMetricFamily(f"kog:{name}", text, value=value)
         yield GaugeMetricFamily("kog:engine_up", "whether an engine serves", value=supervisor.state == "ready")
         yield GaugeMetricFamily(
-            "kog:device_heartbeat_age_seconds",
-            "since the engine gave a sign",
-            value=supervisor.heartbeat_age_s,
+            "kog:device_heartbeat_age_seconds", "since the engine gave a sign", value=supervisor.heartbeat_age_s
         )
         for name, text, held in (
             ("num_requests_running", "requests that have a slot", supervisor.num_running),

@@ -17,13 +17,7 @@ class Problem(HTTPException):
     """An answer that is an error. `code` is OpenAI's word for it, `param` the field it is about."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry: bool = False,
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = False
     ) -> None:
         self.message = first_line(message[: 4 * MAX_MESSAGE])[:MAX_MESSAGE]
         self.status, self.code, self.param = status, code, param

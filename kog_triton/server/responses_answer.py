@@ -63,13 +63,7 @@ class ResponsesAnswer(BlockStream):
             self._open_item(kind)
         self._pieces.append(text)
         if kind == "message":
-            self._say(
-                "response.output_text.delta",
-                **self._place(),
-                content_index=0,
-                delta=text,
-                logprobs=[],
-            )
+            self._say("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=[])
         else:
             self._say("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
 
@@ -90,13 +84,7 @@ class ResponsesAnswer(BlockStream):
         item, text = self._items[-1], "".join(self._pieces)
         part = _part(item["type"], text)
         if item["type"] == "message":
-            self._say(
-                "response.output_text.done",
-                **self._place(),
-                content_index=0,
-                text=text,
-                logprobs=[],
-            )
+            self._say("response.output_text.done", **self._place(), content_index=0, text=text, logprobs=[])
         else:
             self._say("response.reasoning_text.done", **self._place(), content_index=0, text=text)
         self._say("response.content_part.done", **self._place(), content_index=0, part=part)
@@ -119,12 +107,7 @@ class ResponsesAnswer(BlockStream):
         opened = item | {"arguments": "", "status": "in_progress"}
         self._say("response.output_item.added", output_index=len(self._items) - 1, item=opened)
         self._say("response.function_call_arguments.delta", **self._place(), delta=call.arguments)
-        self._say(
-            "response.function_call_arguments.done",
-            **self._place(),
-            name=call.name,
-            arguments=call.arguments,
-        )
+        self._say("response.function_call_arguments.done", **self._place(), name=call.name, arguments=call.arguments)
         self._say("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     # ---- the answer ----
@@ -152,10 +135,7 @@ class ResponsesAnswer(BlockStream):
             "output": list(self._items),
             "parallel_tool_calls": not self._asked.one_call,
             "previous_response_id": None,
-            "reasoning": {
-                "effort": body.reasoning.effort if body.reasoning else None,
-                "summary": None,
-            },
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": params.temperature,
             "text": {"format": form.model_dump(by_alias=True) if form else {"type": "text"}},
@@ -177,10 +157,7 @@ class ResponsesAnswer(BlockStream):
         cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": cached,
-                "cache_write_tokens": counted["prompt_tokens"] - cached,
-            },
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": counted["prompt_tokens"] - cached},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],

@@ -184,11 +184,7 @@ async def _open(supervisor: Supervisor, service: Service, settings: Settings) ->
     )
     log.info("backend %s (%s)", opened.backend, opened.reason)
     log.info(
-        "model   %s, loaded in %.2f s, %d slots of %d",
-        names[0],
-        opened.load_s,
-        opened.num_slots,
-        opened.max_context,
+        "model   %s, loaded in %.2f s, %d slots of %d", names[0], opened.load_s, opened.num_slots, opened.max_context
     )
 
 

@@ -95,11 +95,7 @@ class Samples:
         self._starting = True
         try:
             claim = await self._supervisor.submit(
-                job.token_ids,
-                self._model.with_seed(job.params, seed),
-                sample_idx,
-                job.cache_salt,
-                self._most,
+                job.token_ids, self._model.with_seed(job.params, seed), sample_idx, job.cache_salt, self._most
             )
         finally:
             self._starting = False

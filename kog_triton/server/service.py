@@ -76,9 +76,7 @@ class Service:
                 await loop.run_in_executor(self._checker, try_constraint, *shape.constraint)
             elif wrong := await loop.run_in_executor(self._checker, fault_of, *shape.constraint):
                 raise Problem(
-                    400,
-                    f"the parameters of a tool that must be called are no schema to follow: {wrong}",
-                    param="tools",
+                    400, f"the parameters of a tool that must be called are no schema to follow: {wrong}", param="tools"
                 )
 
     def samples(self, jobs: list[Job], interval: Interval) -> Samples:

@@ -41,10 +41,7 @@ class Supervisor:
     gap       gets the seconds between every two tokens of a request"""
 
     def __init__(
-        self,
-        options: dict[str, Any],
-        silent_s: float | None = None,
-        gap: Callable[[float], None] = lambda _: None,
+        self, options: dict[str, Any], silent_s: float | None = None, gap: Callable[[float], None] = lambda _: None
     ) -> None:
         self._asked = wire.Open(options)
         self._silent_s, self._gap = silent_s, gap
@@ -128,12 +125,7 @@ class Supervisor:
     # ---- requests ----
 
     async def submit(
-        self,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        sample_idx: int,
-        salt: str,
-        most: int = 0,
+        self, prompt: tuple[int, ...], params: SamplingParams, sample_idx: int, salt: str, most: int = 0
     ) -> RemoteClaim:
         """Put one sample in line, with its own seed in `params`; the engine's error if it refuses."""
         if self.state != "ready" or self._process is None or self.model is None:

@@ -26,9 +26,7 @@ class Told:
             self.output = news.delta.output
             rest = self.parser.finish()
             delta = AnswerDelta(
-                delta.reasoning + rest.reasoning,
-                delta.content + rest.content,
-                delta.calls + rest.calls,
+                delta.reasoning + rest.reasoning, delta.content + rest.content, delta.calls + rest.calls
             )
         if delta.reasoning:  # a long answer has 3,000 pieces a second
             self.reasoning.append(delta.reasoning)

@@ -134,12 +134,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": found, **message, "reasoning_content": found}
 
 
-def render(
-    source: str,
-    values: Mapping[str, Any],
-    add_generation_prompt: bool,
-    renderer: Renderer = RENDERER,
-) -> str:
+def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool, renderer: Renderer = RENDERER) -> str:
     """The text a template makes of these values; ModelError if it is no template."""
     given = {**values, "add_generation_prompt": add_generation_prompt}
     try:

@@ -31,13 +31,7 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_SPLITS = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
+_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _GPT2_NAMES = ("gpt-2", "smollm")  # ByteLevel's own expression; smollm also splits digits
 
@@ -156,11 +150,7 @@ def _sentencepiece(fields: _Fields, tokens: list[str], unknown: str | None) -> t
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(
         models.BPE(
-            vocab=vocabulary,
-            merges=_merges(vocabulary, scores),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
+            vocab=vocabulary, merges=_merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
         )
     )
     prefix = fields.get("add_space_prefix", bool, True)

@@ -34,11 +34,7 @@ class NoTokenizer(Tokenizer):
         raise _needed("a conversation")
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        whose: str | None = None,
-        **how: Any,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, whose: str | None = None, **how: Any
     ) -> list[int]:
         raise _needed("a conversation")
 

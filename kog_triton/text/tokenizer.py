@@ -26,15 +26,7 @@ from kog_triton.text.sandbox import RENDERER
 from kog_triton.text.tokenizer_growth import check_growth
 from kog_triton.text.tokenizer_merges import check_merges
 
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json")
 MAX_TOKENIZER_BYTES = 256 << 20  # of tokenizer.json; the largest in use have an eighth of it
@@ -165,11 +157,7 @@ class Tokenizer:
         return self._conversation(messages, **how).render(self.named_tokens)
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        whose: str | None = None,
-        **how: Any,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, whose: str | None = None, **how: Any
     ) -> list[int]:
         """The ids of `render_chat`, in which special tokens come from the template alone.
 

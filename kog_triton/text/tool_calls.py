@@ -46,12 +46,7 @@ class Format:
 
 FORMATS = {
     "hermes": Format("<tool_call>", closer="</tool_call>"),
-    "llama3_json": Format(
-        "<|python_tag|>",
-        separator=";",
-        bare_start=True,
-        argument_keys=("parameters", "arguments"),
-    ),
+    "llama3_json": Format("<|python_tag|>", separator=";", bare_start=True, argument_keys=("parameters", "arguments")),
     "mistral": Format("[TOOL_CALLS]", separator=",", closer="]", in_list=True),
 }
 WHITE = frozenset(" \t\r\n")

@@ -336,11 +336,7 @@ def test_the_target_decides_the_exit_code(cli, target, code):
         (["decode", "--target-tps", "nan"], 2, "nan is no number"),
         (["decode", "--warmup", "x"], 2, "argument --warmup: 'x' is no whole number"),
         (["decode", "--top-p", "0.9"], 2, "--top-p 0.9 without --temperature: greedy needs none"),
-        (
-            ["decode", "--temperature=1", "--top-p=1.5"],
-            2,
-            "--top-p: 1.5 is not above 0 and at most 1",
-        ),
+        (["decode", "--temperature=1", "--top-p=1.5"], 2, "--top-p: 1.5 is not above 0 and at most 1"),
         (["decode", "--gguf", "/nowhere.gguf"], 2, "--gguf /nowhere.gguf: no such file"),
         (["table", "--results", "/nowhere"], 2, "/nowhere: no such folder"),
         (["phases"], 2, "invalid choice"),
@@ -395,17 +391,7 @@ def test_a_peer_that_breaks_fails_nobody_else(cli, llama, tmp_path, monkeypatch)
 
 def test_a_profile_is_recorded_of_backends_that_take_stamps(cli, monkeypatch):
     """The emulated kernel's stamps stand in for the reference's, which takes none."""
-    argv = (
-        "decode",
-        "--backend",
-        "reference",
-        "--max-tokens",
-        "3",
-        "--rounds",
-        "1",
-        "--profile",
-        "2",
-    )
+    argv = ("decode", "--backend", "reference", "--max-tokens", "3", "--rounds", "1", "--profile", "2")
     _, record, _, _ = cli(*argv)
     assert "profile" not in record["rows"][0]
     stamped = FiberBackend(RandomWeights(spec_of()), BackendOptions(max_context=64), num_blocks=2)

@@ -154,13 +154,7 @@ def test_the_tables_show_each_figure_in_its_column():
         "p50 us": ["600.0"] * 2, "p99 us": ["900.0"] * 2, "roofline us": ["550.0"] * 2, "MBU": ["50.0%"] * 2,
         "TTFT ms": ["2.50"] * 2,
     }  # fmt: skip
-    shared = {
-        "": ["ours"],
-        "dtype": ["bf16"],
-        "top-1": ["0.875"],
-        "KL mean": ["1.2e-02"],
-        "text": ["right"],
-    }
+    shared = {"": ["ours"], "dtype": ["bf16"], "top-1": ["0.875"], "KL mean": ["1.2e-02"], "text": ["right"]}
     assert cells(speed_table({"test": {"tokens": 9}, "rows": [row]})) == shared | {
         "tokens/s": ["1,234.5"], "device t/s": ["1,300.0"], "p50 us": ["600.0"], "p99 us": ["900.0"],
         "p99/p50": ["1.500 / 1.250"], "roofline us": ["550.0"], "MBU": ["50.0%"], "TTFT ms": ["2.50"],

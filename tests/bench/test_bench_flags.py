@@ -73,26 +73,11 @@ def test_decode(asked):
     assert (task.num_gpus, task.profile_tokens, task.one_kernel) == (2, 5, False)
     assert task.sampling == Sampling(0.5, 0.75) and task.peers == [find_peer("transformers")]
     assert task.test == "tg24 @ d48" and task.gguf is None
-    assert (task.options().num_gpus, task.options().device, task.options().prefill) == (
-        2,
-        "cpu",
-        "auto",
-    )
+    assert (task.options().num_gpus, task.options().device, task.options().prefill) == (2, "cpu", "auto")
     test = record["test"]
-    wanted = {
-        "name": "tg24 @ d48",
-        "prompt_tokens": 48,
-        "tokens": 24,
-        "rounds": 3,
-        "warmup": 4,
-        "num_gpus": 2,
-    }
+    wanted = {"name": "tg24 @ d48", "prompt_tokens": 48, "tokens": 24, "rounds": 3, "warmup": 4, "num_gpus": 2}
     assert {key: test[key] for key in wanted} == wanted
-    assert (test["sampling"], test["batch"], test["interrupted"]) == (
-        "temperature 0.5, top-p 0.75",
-        1,
-        False,
-    )
+    assert (test["sampling"], test["batch"], test["interrupted"]) == ("temperature 0.5, top-p 0.75", 1, False)
     assert record["target"] == {"tokens_per_s": 0.0, "reached": 0.0, "by": None, "met": True}
 
 
@@ -125,11 +110,7 @@ def test_concurrency(asked):
     assert (task.requests, task.prompt_tokens, task.tokens) == ([2, 4], 6, 7)
     assert (task.rounds, task.warmup, task.sampling) == (2, 1, Sampling(1.0))
     test = record["test"]
-    assert (test["name"], test["batch"], test["sampling"]) == (
-        "2, 4 x tg7 @ d6",
-        4,
-        "temperature 1",
-    )
+    assert (test["name"], test["batch"], test["sampling"]) == ("2, 4 x tg7 @ d6", 4, "temperature 1")
     assert asked("concurrency")[0].requests == [1, 2, 4, 8]
 
 
@@ -181,14 +162,7 @@ def test_table_reads_and_writes_where_it_is_told(monkeypatch, tmp_path, capsys):
 
 
 def a_record(**changes):
-    row = {
-        "name": "ours",
-        "kind": "backend",
-        "status": "timed",
-        "note": "",
-        "repeatable": True,
-        "kernels": None,
-    }
+    row = {"name": "ours", "kind": "backend", "status": "timed", "note": "", "repeatable": True, "kernels": None}
     sample = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "temperature_c": 40.0, "power_w": None}
     return {
         "kind": "decode",

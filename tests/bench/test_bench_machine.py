@@ -34,11 +34,7 @@ def test_counters_of_a_driver_that_has_them_and_of_one_that_has_not(monkeypatch)
     answers = {"clocks.sm": "1980, 3201, 41, 312.5, 0x1", "counters.sw_power_cap": "7, 0, 0, 20"}
 
     def say(argv):
-        assert argv[:3] == [
-            "nvidia-smi",
-            "-i",
-            "GPU-1a2b-3c",
-        ]  # torch's own, not the machine's first
+        assert argv[:3] == ["nvidia-smi", "-i", "GPU-1a2b-3c"]  # torch's own, not the machine's first
         (query,) = [word for word in argv if word.startswith("--query-gpu=")]
         return next((answers[key] for key in answers if key in query), None)
 
@@ -59,10 +55,7 @@ def test_counters_of_a_driver_that_has_them_and_of_one_that_has_not(monkeypatch)
 def test_throttling():
     fast = {"sm_mhz": 1980.0, "reasons": 1.0}
     assert machine.throttling([fast, fast]) == [] and machine.throttling([]) is None
-    assert machine.throttling([fast, fast | {"reasons": float(0x44)}]) == [
-        "power cap",
-        "hardware thermal slowdown",
-    ]
+    assert machine.throttling([fast, fast | {"reasons": float(0x44)}]) == ["power cap", "hardware thermal slowdown"]
     (why,) = machine.throttling([fast, fast | {"sm_mhz": 1700.0}])
     assert "1980 to 1700" in why
     slowed = dict.fromkeys(machine.COUNTERS, 5.0)
@@ -237,11 +230,7 @@ def test_every_source_of_every_backend_is_told():
 
 def test_the_digest_of_the_source_covers_the_kernels(monkeypatch, tmp_path):
     files = machine.source_files()
-    assert {
-        "bench/machine.py",
-        "backends/cuda/decode.cu",
-        "backends/cuda/include/kog/ring.h",
-    } <= set(files)
+    assert {"bench/machine.py", "backends/cuda/decode.cu", "backends/cuda/include/kog/ring.h"} <= set(files)
     whole = machine.source_digest()
     changed = tmp_path / "ring.h"
     changed.write_bytes(files["backends/cuda/include/kog/ring.h"].read_bytes() + b"\n")

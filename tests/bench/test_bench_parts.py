@@ -241,12 +241,7 @@ def test_the_target_is_about_our_backends():
 
 def test_kernels_are_told_from_copies():
     names = ["decode_kernel", "Memcpy HtoD (Pageable -> Device)", "Memset (Device)", "fill", "fill"]
-    assert count(names) == {
-        "launches": 3,
-        "kernels": {"fill": 2, "decode_kernel": 1},
-        "copies": 1,
-        "fills": 1,
-    }
+    assert count(names) == {"launches": 3, "kernels": {"fill": 2, "decode_kernel": 1}, "copies": 1, "fills": 1}
 
 
 @pytest.mark.parametrize(

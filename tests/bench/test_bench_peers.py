@@ -53,11 +53,7 @@ def narrow_setting(name: str, device: str, shape=None) -> Setting:
     wide = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
     spec = read_spec(SMALL | MODELS["qwen2"] | wide | {"num_key_value_heads": 2})
     spec = spec.replace(dtype=DType.BF16)
-    return Setting(
-        NarrowRandomWeights(with_format(spec, how), 0, device),
-        torch.device(device),
-        len(PROMPT) + 16,
-    )
+    return Setting(NarrowRandomWeights(with_format(spec, how), 0, device), torch.device(device), len(PROMPT) + 16)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +103,7 @@ def test_other_peers_of_narrow_weights_read_their_values():
 )
 def test_torch_s_products_of_narrow_weights(name, reason):
     setting = Setting(
-        NarrowRandomWeights(with_format(named_shape("qwen3-0.6b"), FORMATS[name])),
-        torch.device("cuda"),
-        8,
+        NarrowRandomWeights(with_format(named_shape("qwen3-0.6b"), FORMATS[name])), torch.device("cuda"), 8
     )
     assert find_peer("torch-narrow").absent(setting) == reason
 

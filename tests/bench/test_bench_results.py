@@ -53,10 +53,7 @@ def test_several_requests_stand_below_each_other_with_what_they_gain():
         one | {"requests": n, "over_one": n / 2, "host": one["host"] | {"tokens_per_s": 100.0 * n}} for n in (8, 1, 2)
     ]
     cells = [line.split(" | ")[2:5] for line in table([record]).splitlines()[2:]]
-    assert cells == [
-        ["2 x tg8 @ d4", "**triton**", "200"],
-        ["8 x tg8 @ d4", "**triton**", "800"],
-    ]
+    assert cells == [["2 x tg8 @ d4", "**triton**", "200"], ["8 x tg8 @ d4", "**triton**", "800"]]
     assert "not checked; 4.00 times one's tokens |" in table([record])
 
 
@@ -69,8 +66,7 @@ def test_a_prompt_alone_has_its_time_and_no_rate():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
-    [([9.0], "9.0 s."), ([9.0, 6.0, 5.0], "9.0 s, 5.0 with kernels kept from before.")],
+    ("seconds", "said"), [([9.0], "9.0 s."), ([9.0, 6.0, 5.0], "9.0 s, 5.0 with kernels kept from before.")]
 )
 def test_starts_stand_below_the_table(seconds, said):
     record = json.loads(json.dumps(a_record())) | {"kind": "startup", "conditions": None}
@@ -222,10 +218,7 @@ def test_the_headline_has_its_rows_in_its_order_and_its_own_notes():
     lines = headline(records).splitlines()
     assert [line.split(" | ")[2] for line in lines[2:4]] == [HEADLINE[0][2], HEADLINE[4][2]]
     assert " [1] | " in lines[3] and "[" not in lines[2]
-    assert lines[4:] == [
-        "",
-        "[1] The GPU was held back while these rows were timed: power.",
-    ]
+    assert lines[4:] == ["", "[1] The GPU was held back while these rows were timed: power."]
     assert "heat" in table(records)
 
 
@@ -320,15 +313,7 @@ def test_a_record_holds_no_figure_that_is_no_number(tmp_path):
 
 
 def test_stages_have_a_row_each_and_their_sum():
-    stage = {
-        "stage": "qkv",
-        "runs": 3,
-        "error": 1e-3,
-        "us": 2.0,
-        "floor_us": 1.0,
-        "ratio": 0.5,
-        "bytes": 4_000_000,
-    }
+    stage = {"stage": "qkv", "runs": 3, "error": 1e-3, "us": 2.0, "floor_us": 1.0, "ratio": 0.5, "bytes": 4_000_000}
     rows = [
         {"name": "cuda", "status": "timed", "stages": [stage, stage | {"stage": "o", "runs": 2}]},
         {"name": "late", "status": "absent"},

@@ -53,11 +53,7 @@ def test_times_between_tokens_are_unknown_where_nothing_tells_how_many_an_event_
 
 def test_pieces_may_end_anywhere_and_calls_come_in_parts():
     calls = [
-        event(
-            "",
-            1,
-            tool_calls=[{"index": 0, "id": "c1", "function": {"name": "f", "arguments": "{"}}],
-        ),
+        event("", 1, tool_calls=[{"index": 0, "id": "c1", "function": {"name": "f", "arguments": "{"}}]),
         event("", 9, tool_calls=[{"index": 0, "function": {"arguments": '"é": 1}'}}]),
     ]
     whole = b": keep-alive\n\n" + b"".join(p for _, p in stream(*enumerate(calls), usage=USAGE))

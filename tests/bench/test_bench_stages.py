@@ -164,10 +164,7 @@ def test_delayed_outputs_are_given_where_they_are_read():
 def test_the_table_adds_up_the_runs_of_a_token():
     stage = {"runs": 1, "error": 0.0, "floor_us": None, "ratio": None, "bytes": 0}
     row = make_row("cuda", "backend", "timed", "")
-    row["stages"] = [
-        stage | {"stage": "embed", "us": 2.0},
-        stage | {"stage": "o_proj", "us": 3.5, "runs": 16},
-    ]
+    row["stages"] = [stage | {"stage": "embed", "us": 2.0}, stage | {"stage": "o_proj", "us": 3.5, "runs": 16}]
     gone = make_row("triton", "backend", "failed", "no")
     table = stage_table({"rows": [row, gone]})
     assert list(table.columns[-1].cells) == ["2.0", "56.0", "58.0"]

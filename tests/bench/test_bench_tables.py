@@ -74,10 +74,7 @@ def test_the_records_are_found():
 
 def test_a_wide_table_comes_in_parts_with_the_first_column(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    table = plain_table(
-        ["name", "first", "second", "a column wider than all"],
-        "a title of more than twenty columns",
-    )
+    table = plain_table(["name", "first", "second", "a column wider than all"], "a title of more than twenty columns")
     table.add_row("one", "1,234.5", "2.25", "3")
     Output().write_table(table)
     lines = [line for line in capsys.readouterr().out.splitlines() if line and "─" not in line]

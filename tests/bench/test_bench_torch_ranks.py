@@ -50,13 +50,7 @@ def test_two_processes_are_the_same_model(model):
 def test_shares_put_together_are_the_weights():
     weights = RandomWeights(read_spec(EVEN | MODELS["qwen2"]))
     each = [RankWeights(weights, rank, 2) for rank in range(2)]
-    for name, axis in (
-        ("q_proj", 1),
-        ("gate_proj", 1),
-        ("k_bias", 1),
-        ("o_proj", 2),
-        ("down_proj", 2),
-    ):
+    for name, axis in (("q_proj", 1), ("gate_proj", 1), ("k_bias", 1), ("o_proj", 2), ("down_proj", 2)):
         parts = [one.load(f"layers.0.{name}") for one in each]
         assert torch.equal(torch.cat(parts, axis), weights.load(f"layers.0.{name}")), name
     assert torch.equal(each[1].load("embed"), weights.load("embed"))

@@ -124,12 +124,7 @@ def test_what_a_row_says_of_an_error():
     assert record.note_of(ValueError("x")) == "ValueError: x"
     assert len(record.note_of(ValueError("x" * 400))) == record.MOST_NOTE == 300
     empty = record.make_row("a", "peer", "absent", "why")
-    assert (empty["name"], empty["kind"], empty["status"], empty["note"]) == (
-        "a",
-        "peer",
-        "absent",
-        "why",
-    )
+    assert (empty["name"], empty["kind"], empty["status"], empty["note"]) == ("a", "peer", "absent", "why")
     assert all(empty[name] is None for name in record.MEASURED)
 
 
@@ -162,19 +157,9 @@ def test_bandwidth_s_own_time():
 
 def test_the_numbers_that_judge():
     """Each is a promise of benchmarks/README.md or of an issue: none moves by itself."""
-    assert (check.CHECK_POSITIONS, check.CHECK_DEPTH, check.CHECK_TOKENS, check.PASS) == (
-        128,
-        32768,
-        32,
-        256,
-    )
+    assert (check.CHECK_POSITIONS, check.CHECK_DEPTH, check.CHECK_TOKENS, check.PASS) == (128, 32768, 32, 256)
     assert check.MAX_GAP == 0.5
-    assert (kl_limit.FACTOR, kl_limit.LEAST, kl_limit.LANES, kl_limit.PEER) == (
-        1.5,
-        0.02,
-        0.005,
-        0.25,
-    )
+    assert (kl_limit.FACTOR, kl_limit.LEAST, kl_limit.LANES, kl_limit.PEER) == (1.5, 0.02, 0.005, 0.25)
     assert (kl_limit.UNPACKED, kl_limit.LARGE, kl_limit.MOST_OF_LARGE) == (1.1, 7e9, 1e-3)
     assert (timing.WINDOW, timing.LEAST, record.LONG) == (64, 100, 8192)
 

@@ -21,15 +21,7 @@ from kog_triton.errors import ModelError, RequestError
 from kog_triton.model.spec import DType, Head
 from kog_triton.sampling import SamplingParams
 from kog_triton.stage_check import mixes, stage_inputs
-from tests.lib.conformance_backends import (
-    BACKENDS,
-    HIP,
-    IN_LOGITS,
-    LIMITS,
-    OF_FIBERS,
-    ON_GPU,
-    marks,
-)
+from tests.lib.conformance_backends import BACKENDS, HIP, IN_LOGITS, LIMITS, OF_FIBERS, ON_GPU, marks
 from tests.lib.conformance_requests import NARROW, marked_narrow, planted_in
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import spec_of

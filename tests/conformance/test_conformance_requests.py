@@ -55,11 +55,7 @@ on_narrow_and_hip_always = every_backend_on("one lane", names=NAMES, narrow=READ
 
 
 @every_backend_on(
-    "one lane",
-    "lanes",
-    names=NAMES,
-    narrow=READS_NARROW,
-    always=(("cuda on a CPU, together", "int4 g128"),),
+    "one lane", "lanes", names=NAMES, narrow=READS_NARROW, always=(("cuda on a CPU, together", "int4 g128"),)
 )
 def test_requests_at_once_say_what_each_says_alone(name, model):
     """Prompts, lengths and rules unlike; two share their beginning."""
@@ -102,10 +98,7 @@ def test_a_request_that_yields_in_prompt_and_answer_says_what_it_says_uninterrup
             yields.remove(len(output))
             mailbox.yield_now()
 
-    requests = [
-        request(0, prompt, RULED, sizes.count, mask=lambda output: None),
-        request(1, (9,), GREEDY, sizes.count),
-    ]
+    requests = [request(0, prompt, RULED, sizes.count, mask=lambda output: None), request(1, (9,), GREEDY, sizes.count)]
     expected = [alone(backend, r) for r in requests]
     for r in (replace(requests[0], mask=yields_there), requests[1]):
         mailbox.post(r)
@@ -432,8 +425,7 @@ HIP_FAULTS = {  # of headers that no other backend compiles, in steps that reque
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "fault"),
-    [*itertools.product(OF_FIBERS, FAULTS), *((f"{HIP}, together", f) for f in HIP_FAULTS)],
+    ("name", "fault"), [*itertools.product(OF_FIBERS, FAULTS), *((f"{HIP}, together", f) for f in HIP_FAULTS)]
 )
 def test_a_planted_fault_is_seen(fault, name):
     *edit, test = (FAULTS | HIP_FAULTS)[fault]

@@ -16,10 +16,7 @@ from tests.lib.machine_code import SHAPES, assert_no_loop_spills, is_local, mach
 # 80 are allowed. NVRTC 13.0, Llama-3.2-1B: 57 and 60 for sm_100a; for sm_120a, whose ring of four slots gives the
 # compiler other loops, 133 and 219. The most of one token has Qwen2.5-Coder-1.5B, 87 and 184, none of them in a loop.
 MOST = {"b200": (96, 80), "rtx-5090": (200, 260)}
-IN_LOOPS = {
-    "b200": (2, 2),
-    "rtx-5090": (10, 2),
-}  # of columns: in one that multiplies, in one that polls
+IN_LOOPS = {"b200": (2, 2), "rtx-5090": (10, 2)}  # of columns: in one that multiplies, in one that polls
 
 
 def spills(code):

@@ -157,9 +157,7 @@ else:
 def test_no_compiler_keeps_a_process_or_lives_on_after_it(nvcc, how):
     """It waited for 8 s, until its compiler was done with the kernel of prompts."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(nvcc), how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", PROGRAM, str(nvcc), how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"text\n"
         pids = [int((nvcc / "begun" / name).read_text()) for name in "ab"]
@@ -189,10 +187,7 @@ def test_a_compiler_begins_without_the_package():
     """A start waits for it: numpy and the package cost it a second where Python has kept no bytecode."""
     child = [sys.executable, "-X", "importtime", "-P", compile_child.__file__]
     ours, theirs = socket.socketpair()
-    with (
-        theirs,
-        subprocess.Popen(child, stdin=theirs, stderr=subprocess.PIPE, text=True) as process,
-    ):
+    with theirs, subprocess.Popen(child, stdin=theirs, stderr=subprocess.PIPE, text=True) as process:
         ours.close()  # nobody asks: it ends
         said = process.communicate(timeout=WAIT_S)[1]
     imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}

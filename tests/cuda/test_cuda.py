@@ -203,14 +203,7 @@ def test_plain_models_agree_with_the_reference(name):
 
 def long_span_spec():
     """72 query heads leave a round of the walk one tile of 16 positions: 60 of them are four rounds."""
-    return f16_spec(
-        num_layers=2,
-        hidden_size=24,
-        intermediate_size=32,
-        num_heads=72,
-        num_kv_heads=1,
-        head_dim=8,
-    )
+    return f16_spec(num_layers=2, hidden_size=24, intermediate_size=32, num_heads=72, num_kv_heads=1, head_dim=8)
 
 
 def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
@@ -242,11 +235,7 @@ def test_a_long_span_is_fetched_tile_by_tile_and_weights_go_on_behind_it():
 def test_a_long_span_keeps_weights_back(tmp_path):
     """Every copy to the ring that is asked for while one is walked is noted, by a fetch of seven bytes."""
     asks = "    bulk_load(b.ring + next.slot"
-    noted = (
-        "ring.h",
-        asks,
-        f"    if (load_volatile(&b.small->walks) != 0) fetch_to_l2(from, 7);\n{asks}",
-    )
+    noted = ("ring.h", asks, f"    if (load_volatile(&b.small->walks) != 0) fetch_to_l2(from, 7);\n{asks}")
     spec = long_span_spec()
     walk, tokens = Walk(spec, RandomWeights(spec), 1), tokens_of(spec, 60)
     for edits, early in ((noted,), False), ((noted, ("ring.h", " && walks == 0", "")), True):
@@ -357,10 +346,7 @@ def test_a_block_that_hangs_ends_the_launch(walk):
     flag, block, step, layer, word, seen, wanted = walk.memory.error.tolist()[:7]
     assert flag == 1 and block != absent and layer == 0
     place = walk.layout.place_of(header.STEPS[step], word)
-    assert re.fullmatch(
-        r"attention_qkv, word \d+ of qkv|attention_join.*|o_proj_input, word \d+ of splits",
-        place,
-    )
+    assert re.fullmatch(r"attention_qkv, word \d+ of qkv|attention_join.*|o_proj_input, word \d+ of splits", place)
     assert (seen, wanted) == (0, 1)  # a word that nobody wrote
     assert (walk.outcome, walk.tokens()) == (4, [])
     assert walk.generate(tokens_of(walk.spec, 3), 2)[1] == 2  # and the next request runs

@@ -55,15 +55,7 @@ def compiled(include=INCLUDE):
         text, own = draft.with_suffix(".cpp"), draft.with_suffix(".h")
         text.write_text(AS_BYTES)
         own.write_text(generated)
-        command = [
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-Wno-unknown-pragmas",
-            f"-I{HERE}",
-        ]
+        command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", f"-I{HERE}"]
         command += [f"-I{include}", f'-DGENERATED="{own}"', str(text), "-o", str(draft)]
         subprocess.run(command, check=True)
 
@@ -157,10 +149,7 @@ PLANTED = {
     "a scale twice as large": ("(exponent - 14) << 23 : 0x", "(exponent - 13) << 23 : 0x"),
     "eight bits": ("float_of((268 - exponent) << 23);", "float_of((260 - exponent) << 23);"),
     "low bytes as they are": (" ^ 0x80808080u;", ";"),
-    "the bytes of a neighbour": (
-        "pick_bytes(w[2], w[3], 0x5140)",
-        "pick_bytes(w[3], w[2], 0x5140)",
-    ),
+    "the bytes of a neighbour": ("pick_bytes(w[2], w[3], 0x5140)", "pick_bytes(w[3], w[2], 0x5140)"),
 }
 
 

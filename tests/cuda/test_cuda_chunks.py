@@ -45,14 +45,7 @@ from tests.lib.cuda_requests import (
     timeless,
     without_a_block,
 )
-from tests.lib.cuda_walk import (
-    BothBackend,
-    ChunkBackend,
-    FiberBackend,
-    compile_walk,
-    header,
-    lower,
-)
+from tests.lib.cuda_walk import BothBackend, ChunkBackend, FiberBackend, compile_walk, header, lower
 from tests.lib.ring_walker import f16_spec, spec_of
 from tests.lib.slow import some_always
 
@@ -91,12 +84,7 @@ def test_a_chunk_is_a_step_of_as_many_columns_with_room_for_its_keys(name):
 SHAPES = {
     "bf16, biases, norms, tied": (spec_of(**EXTRAS, tied_embeddings=True), 4, 2, {}),
     "sizes that divide by nothing": (ODD, 2, 4, {}),
-    "windows, splits": (
-        f16_spec(num_layers=2, windows=(5, 0)),
-        8,
-        3,
-        {"split_least": lambda spec: 2},
-    ),
+    "windows, splits": (f16_spec(num_layers=2, windows=(5, 0)), 8, 3, {"split_least": lambda spec: 2}),
     "joins of many splits": (
         f16_spec(num_layers=2, num_heads=9, num_kv_heads=1),
         4,
@@ -116,10 +104,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    some_always((SHAPES | MORE).items(), *SHAPES),
-)
+@pytest.mark.parametrize(("name", "shape"), some_always((SHAPES | MORE).items(), *SHAPES))
 def test_chunks_leave_what_a_token_at_a_time_leaves(monkeypatch, name, shape):
     """Prompts that end within a chunk, with it, and with its first position; tokens behind them."""
     spec, positions, blocks, constants = shape
@@ -170,8 +155,7 @@ def test_the_first_token_is_chosen_in_every_way(spec):
 
 
 @pytest.mark.parametrize(
-    "region",
-    some_always(["", "qkv", "attention", "splits", "attention_out", "mlp", "mlp_out"], ""),
+    "region", some_always(["", "qkv", "attention", "splits", "attention_out", "mlp", "mlp_out"], "")
 )
 def test_stores_that_land_late_change_nothing(spec, monkeypatch, region):
     """A word's writers change from layer to layer: only what they have read of it orders their stores."""
@@ -226,10 +210,7 @@ def test_a_request_may_end_with_its_first_token(backend, spec, finish):
     assert launched(backend) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "crossover",
-    [chunks.CHUNKED, chunks.CHUNKED_LANES, chunks.CHUNKED_NARROW, Crossover(60, 279)],
-)
+@pytest.mark.parametrize("crossover", [chunks.CHUNKED, chunks.CHUNKED_LANES, chunks.CHUNKED_NARROW, Crossover(60, 279)])
 def test_auto_gives_the_library_longer_prompts_than_without_chunks(crossover):
     tokens = range(1, 300)
     for first in (0, 200):
@@ -411,11 +392,7 @@ def test_prompts_run_as_many_positions_at_a_time_as_fit_and_the_log_says_so(spec
 
 
 FAULTS = {
-    "a column that misses its own key": (
-        "heads.h",
-        "? span.end - start : 0",
-        "? span.end - start - 1 : 0",
-    ),
+    "a column that misses its own key": ("heads.h", "? span.end - start : 0", "? span.end - start - 1 : 0"),
     "another column's key": ("heads.h", "is_query || !kChunk ? b.column : at - first", "b.column"),
     "a key turned to another's position": ("heads.h", "item < queries || row > position", "true"),
     "another head's value": (
@@ -429,11 +406,7 @@ FAULTS = {
         "position_of(b, b.thread, 0)",
         "position_of(b, 0, 0)",
     ),
-    "a state behind the prompt's end": (
-        "columns/chunk.h",
-        "next > last ? last + 1 : next;",
-        "next;",
-    ),
+    "a state behind the prompt's end": ("columns/chunk.h", "next > last ? last + 1 : next;", "next;"),
 }
 
 

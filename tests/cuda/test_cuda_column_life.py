@@ -218,11 +218,7 @@ def test_a_yield_returns_at_a_step_and_all_resume(backend, expected, monkeypatch
 
 def test_requests_that_end_in_the_same_step_all_end(backend, expected):
     stop = expected[PROMPTS[0]][0][4]
-    got = run(
-        backend,
-        request(0, PROMPTS[0], 8, stop_token_ids=frozenset({stop})),
-        request(1, PROMPTS[3], 5),
-    )
+    got = run(backend, request(0, PROMPTS[0], 8, stop_token_ids=frozenset({stop})), request(1, PROMPTS[3], 5))
     assert [got[0][-1].finish, got[1][-1].finish] == ["stop", "length"]
     assert launches(backend) == (0, {2: 1})
 

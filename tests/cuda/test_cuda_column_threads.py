@@ -67,8 +67,7 @@ def said(walk, slot, count):
 
 
 @pytest.mark.parametrize(
-    "name",
-    some_always(["one lane", "lanes", "lanes side by side", "batch behind batch"], "lanes"),
+    "name", some_always(["one lane", "lanes", "lanes side by side", "batch behind batch"], "lanes")
 )
 def test_columns_race_for_nothing(name):
     """With single warps held back (seed 1) and without."""
@@ -114,16 +113,8 @@ def test_a_chunk_races_for_nothing(name):
 
 
 RACES = {
-    "operands are taken before all warps have staged theirs": (
-        "columns/stream.h",
-        "  sync_staged<kOwn>();\n",
-        "",
-    ),
-    "rows of the cache are sent without a fence": (
-        "columns/layer.h",
-        "if (last) release_gpu();",
-        "",
-    ),
+    "operands are taken before all warps have staged theirs": ("columns/stream.h", "  sync_staged<kOwn>();\n", ""),
+    "rows of the cache are sent without a fence": ("columns/layer.h", "if (last) release_gpu();", ""),
     "partial sums are overwritten while they are read": (
         "rows.h",
         "  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read\n",

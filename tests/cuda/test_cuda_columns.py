@@ -123,35 +123,15 @@ SHAPES = {
         2,
         {},
     ),
-    "four rows a fragment": (
-        f16_spec(hidden_size=36, num_layers=2, intermediate_size=2048),
-        8,
-        2,
-        {},
-    ),
+    "four rows a fragment": (f16_spec(hidden_size=36, num_layers=2, intermediate_size=2048), 8, 2, {}),
     # Where norms are too: qkv_proj and gate_up_proj, by chunks that end behind three units.
-    "four rows a fragment of x": (
-        f16_spec(hidden_size=300, num_layers=2, intermediate_size=12, **ONE_HEAD),
-        8,
-        6,
-        {},
-    ),
+    "four rows a fragment of x": (f16_spec(hidden_size=300, num_layers=2, intermediate_size=12, **ONE_HEAD), 8, 6, {}),
     # Units of eight rows: half of a warp's lanes have a sum of two columns. Those of gate_up_proj lie over
     # other warps' operands.
-    "two columns of eight rows": (
-        f16_spec(hidden_size=500, num_layers=2, intermediate_size=100, **ONE_HEAD),
-        2,
-        2,
-        {},
-    ),
+    "two columns of eight rows": (f16_spec(hidden_size=500, num_layers=2, intermediate_size=100, **ONE_HEAD), 2, 2, {}),
     # The tensor core's other side; all units of gate_up_proj in one batch; and the weights of the first unit of
     # the stages that multiply x wait in registers.
-    "tokens as rows": (
-        f16_spec(hidden_size=1500, num_layers=1, intermediate_size=106, **ONE_HEAD),
-        8,
-        2,
-        {},
-    ),
+    "tokens as rows": (f16_spec(hidden_size=1500, num_layers=1, intermediate_size=106, **ONE_HEAD), 8, 2, {}),
     "tokens as rows, batch by batch": (
         spec_of(hidden_size=1500, num_layers=1, intermediate_size=114, **ONE_HEAD),
         8,
@@ -183,12 +163,7 @@ MORE = {
         {"split_least": lambda spec: 1, "MERGED_LENGTH": 9},
     ),
     "bf16, all blocks": (spec_of(), 8, 0, {}),
-    "four rows a fragment, two columns": (
-        f16_spec(hidden_size=36, intermediate_size=1536),
-        2,
-        2,
-        {},
-    ),
+    "four rows a fragment, two columns": (f16_spec(hidden_size=36, intermediate_size=1536), 2, 2, {}),
     "four rows a fragment of x, once the head's": (
         spec_of(hidden_size=500, num_layers=2, intermediate_size=12, **ONE_HEAD),
         4,
@@ -290,16 +265,8 @@ FAULTS = {
         "b.in_warp / (kWarpThreads / kSharing) * kMine",
         "0 * b.in_warp",
     ),
-    "every request in one slot's cache": (
-        "cursor.h",
-        "small->slot = cursor.slot",
-        "small->slot = 0",
-    ),
-    "an operand in another's place": (
-        "operands.h",
-        "kHalves == 1 ? 2 * token + odd",
-        "kHalves == 1 ? 2 * token",
-    ),
+    "every request in one slot's cache": ("cursor.h", "small->slot = cursor.slot", "small->slot = 0"),
+    "an operand in another's place": ("operands.h", "kHalves == 1 ? 2 * token + odd", "kHalves == 1 ? 2 * token"),
     "sums that a slower warp still reads": (
         "rows.h",
         "  if (!Share::kAll && (Stage::kSumBuffers == 1 || last)) sync_consumers();  // the sums have been read\n",
@@ -321,11 +288,7 @@ FAULTS = {
         "position = position_of(b, 0, steps_of(b));",
     ),
     "one split for both halves of the warps": ("columns/splits.h", "split += side(b);", ""),
-    "splits that weigh alike": (
-        "kv_task.h",
-        "share[s] = exp2_fast(top[s] - best);",
-        "share[s] = 1;",
-    ),
+    "splits that weigh alike": ("kv_task.h", "share[s] = exp2_fast(top[s] - best);", "share[s] = 1;"),
 }
 
 
@@ -349,12 +312,7 @@ SHAPE_FAULTS = {
         " && b.in_warp < OperandLayout<LmHead>::kPieceWords",
         "",
     ),
-    "sums over operands that another warp still takes": (
-        "tokens as rows",
-        "rows.h",
-        "Stage::kSumsOver || ",
-        "",
-    ),
+    "sums over operands that another warp still takes": ("tokens as rows", "rows.h", "Stage::kSumsOver || ", ""),
     "low parts that rows of tokens leave out": (
         "tokens as rows",
         "matvec.h",

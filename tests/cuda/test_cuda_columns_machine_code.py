@@ -9,14 +9,7 @@ from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.column_cases import layout_of
-from tests.lib.machine_code import (
-    SHAPES,
-    assert_no_loop_spills,
-    is_local,
-    machine_code,
-    one_always,
-    spec_named,
-)
+from tests.lib.machine_code import SHAPES, assert_no_loop_spills, is_local, machine_code, one_always, spec_named
 from tests.lib.real_shapes import real_shape
 
 # Loads and stores: of the walk between loops, of the thread that fills the ring between runs of a stage, and of

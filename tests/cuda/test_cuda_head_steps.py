@@ -18,17 +18,7 @@ from kog_triton.model.spec import Head
 from kog_triton.sampling import SamplingParams
 from tests.lib.column_cases import ALLOWED, EXTRAS, MIXED, ODD
 from tests.lib.cuda_planting import plant
-from tests.lib.cuda_requests import (
-    at_token,
-    error_of,
-    held,
-    idle,
-    prompt_of,
-    request,
-    run,
-    serve,
-    timeless,
-)
+from tests.lib.cuda_requests import at_token, error_of, held, idle, prompt_of, request, run, serve, timeless
 from tests.lib.cuda_walk import ColumnBackend, FiberBackend, compile_walk
 from tests.lib.prefill_cases import SPECS as PREFILLED
 from tests.lib.ring_walker import f16_spec, spec_of
@@ -115,13 +105,7 @@ def test_the_first_logits_are_those_of_the_streams(name, monkeypatch):
 
 def test_the_first_token_is_chosen_in_every_way():
     for n, (name, params) in enumerate(MIXED.items()):
-        asked = request(
-            0,
-            prompt_of(6 + n, n),
-            4,
-            params,
-            mask=(lambda _: ALLOWED) if name == "masked" else None,
-        )
+        asked = request(0, prompt_of(6 + n, n), 4, params, mask=(lambda _: ALLOWED) if name == "masked" else None)
         own = FiberBackend(RandomWeights(SPEC), BackendOptions())
         ours, want = (run(backend, asked)[0] for backend in (opened(), own))
         assert [s.token for s in ours] == [s.token for s in want], name

@@ -180,10 +180,7 @@ def test_nvrtc_calls_a_program_by_its_source(library, source):
 
 def test_another_nvrtc_than_was_named_compiles_nothing(library):
     """It would be kept under the other's name."""
-    with pytest.raises(
-        Refused,
-        match=rf"^a compiler's process finds {library}, and the one that asks nvrtc 12\.9: ",
-    ):
+    with pytest.raises(Refused, match=rf"^a compiler's process finds {library}, and the one that asks nvrtc 12\.9: "):
         compile_child.translate("", "decode.cu", FLAGS, "nvrtc 12.9")
 
 
@@ -315,11 +312,7 @@ def test_kernels_that_were_used_longest_ago_make_room(nvcc, monkeypatch):
 def test_drafts_of_dead_processes_are_removed_and_those_of_others_are_not(nvcc):
     folder = kernel_cache.cache_folder()
     folder.mkdir(parents=True)
-    for name, age in (
-        ("dead.part", 2 * kernel_cache.DRAFT_S),
-        ("alive.part", 60),
-        ("mine.txt", 1e6),
-    ):
+    for name, age in (("dead.part", 2 * kernel_cache.DRAFT_S), ("alive.part", 60), ("mine.txt", 1e6)):
         (folder / name).touch()
         os.utime(folder / name, (time.time() - age,) * 2)
     jit.compile_cubin("// a\n")

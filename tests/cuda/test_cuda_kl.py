@@ -18,10 +18,7 @@ from tests.lib.tiny import hf_model, save_hf
 
 MOST_NATS = 1e-3
 MOST_NATS_TRAINED = 1e-4  # 2.1e-5 measured; 3e-4 where one layer's down_proj is scaled by 1.05
-BACKENDS = [
-    pytest.param(FiberBackend, id="cuda on a CPU"),
-    pytest.param(CudaBackend, id="cuda", marks=pytest.mark.gpu),
-]
+BACKENDS = [pytest.param(FiberBackend, id="cuda on a CPU"), pytest.param(CudaBackend, id="cuda", marks=pytest.mark.gpu)]
 
 
 def transformers_logits(model, ids):

@@ -16,17 +16,7 @@ from kog_triton.sampling import SamplingParams
 from tests.lib.column_cases import EXTRAS, MIXED
 from tests.lib.column_cases import layout_of as columns_of
 from tests.lib.cuda_planting import plant
-from tests.lib.cuda_requests import (
-    GREEDY,
-    PROMPTS,
-    alone,
-    join,
-    make,
-    request,
-    run,
-    staggered,
-    timeless,
-)
+from tests.lib.cuda_requests import GREEDY, PROMPTS, alone, join, make, request, run, staggered, timeless
 from tests.lib.cuda_walk import ChunkBackend, ColumnBackend, compile_walk, header
 from tests.lib.ring_walker import f16_spec, spec_of
 from tests.lib.slow import some_always
@@ -93,13 +83,7 @@ def is_overtaken(reduces, delay, buffers):
 @pytest.mark.parametrize(("reduces", "delay"), REDUCES)
 def test_buffers_are_as_few_as_no_lane_can_overtake(reduces, delay):
     layers = len(reduces)
-    spec = f16_spec(
-        num_layers=layers,
-        num_lanes=2,
-        delay=delay,
-        reduce_attention=reduces,
-        reduce_mlp=(OWN,) * layers,
-    )
+    spec = f16_spec(num_layers=layers, num_lanes=2, delay=delay, reduce_attention=reduces, reduce_mlp=(OWN,) * layers)
     layout = columns_of(spec, 2)
     sent = [n for what, n in steps_of(reduces, delay) if what == "send"]
     exchange = layout.kernel.exchange("attention_out_sent")
@@ -222,19 +206,9 @@ MORE = {
         2,
         {},
     ),
-    "nothing is sent": (
-        spec_of(num_lanes=2, reduce_attention=(OWN,) * 3, reduce_mlp=(OWN,) * 3),
-        8,
-        0,
-        {},
-    ),
+    "nothing is sent": (spec_of(num_lanes=2, reduce_attention=(OWN,) * 3, reduce_mlp=(OWN,) * 3), 8, 0, {}),
     "side by side, nothing is sent": (
-        spec_of(
-            num_lanes=2,
-            head=Head.CONCAT,
-            reduce_attention=(OWN,) * 3,
-            reduce_mlp=(OWN,) * 3,
-        ),
+        spec_of(num_lanes=2, head=Head.CONCAT, reduce_attention=(OWN,) * 3, reduce_mlp=(OWN,) * 3),
         8,
         6,
         {},
@@ -326,8 +300,7 @@ def test_a_request_joins_one_that_runs_and_both_end_as_alone(spec):
 
 
 @pytest.mark.parametrize(
-    "region",
-    some_always(["mlp_out_sent", "attention_out_sent", "part", "y", "y_flags", "mlp_out"], "mlp_out_sent"),
+    "region", some_always(["mlp_out_sent", "attention_out_sent", "part", "y", "y_flags", "mlp_out"], "mlp_out_sent")
 )
 def test_stores_that_land_late_change_nothing(spec, region):
     requests = [request(i, PROMPTS[i], 3) for i in range(4)]
@@ -353,25 +326,13 @@ FAULTS = {
         "Words::kOffset",
     ),
     "an output that keeps its size": ("outputs.h", "return y * kRootLanes;", "return y;"),
-    "lanes in another order": (
-        "outputs.h",
-        "unpack_f32(word(lane))",
-        "unpack_f32(word(kLanes - 1 - lane))",
-    ),
+    "lanes in another order": ("outputs.h", "unpack_f32(word(lane))", "unpack_f32(word(kLanes - 1 - lane))"),
     "an output of this layer for an older one": ("columns/lanes.h", "b.layer - kDelay", "b.layer"),
     "one buffer": ("columns/lanes.h", "index % Words::kBuffers", "0 * index"),
     "a phase of another use": ("columns/lanes.h", "phase_of(index / Words::kBuffers)", "1"),
-    "a mean that is not normed": (
-        "mix.h",
-        "x * gain * scale()",
-        "x",
-    ),
+    "a mean that is not normed": ("mix.h", "x * gain * scale()", "x"),
     "rows of another lane": ("outputs.h", "int first = first_id(b);", "int first = 0;"),
-    "a piece in another's place": (
-        "columns/rows.h",
-        "piece % S::kPieces * S::kPieceWords +",
-        "",
-    ),
+    "a piece in another's place": ("columns/rows.h", "piece % S::kPieces * S::kPieceWords +", ""),
     "one module's streams for the other's": (
         "columns/lanes.h",
         "kEndsLayer ? inner_streams(b) : layer_streams(b)",
@@ -382,11 +343,7 @@ FAULTS = {
         "(kEndsLayer ? kReduceMlp : kReduceAttention)",
         "(kEndsLayer ? kReduceAttention : kReduceMlp)",
     ),
-    "candidates of half of the threads": (
-        "threads.h",
-        "mask = kThreads / 2",
-        "mask = kThreads / 4",
-    ),
+    "candidates of half of the threads": ("threads.h", "mask = kThreads / 2", "mask = kThreads / 4"),
 }
 SHOWN_BY = {  # where it is not the first shape
     "a mean that is not normed": "bf16, biases, gains of each lane, the mean",

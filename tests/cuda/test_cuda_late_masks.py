@@ -79,8 +79,7 @@ def assert_alone(backend, steps, expected, *slots):
 
 
 @pytest.mark.parametrize(
-    ("others", "kind"),
-    some_always([(None, LateMask), (anything, LateMask), (anything, RunError)], None),
+    ("others", "kind"), some_always([(None, LateMask), (anything, LateMask), (anything, RunError)], None)
 )
 def test_one_that_takes_too_long_fails_its_request_alone(hasty, expected, monkeypatch, others, kind):
     """Also where a block that waited for one that waits for the mask was the first to give up."""

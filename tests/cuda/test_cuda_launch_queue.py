@@ -10,17 +10,7 @@ import torch
 
 from kog_triton.backends import launch_queue
 from kog_triton.backends.launch_queue import LaunchQueue
-from tests.lib.cuda_requests import (
-    COUNT,
-    PROMPTS,
-    Server,
-    alone_by_prompt,
-    assert_alone,
-    ended,
-    make,
-    request,
-    run,
-)
+from tests.lib.cuda_requests import COUNT, PROMPTS, Server, alone_by_prompt, assert_alone, ended, make, request, run
 from tests.lib.cuda_walk import FiberBackend
 from tests.lib.ring_walker import f16_spec
 

@@ -226,14 +226,7 @@ def test_conversations_continue_in_their_slots(tmp_path):
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(folder, backend=FiberBackend, num_slots=2, dtype="bf16") as llm:
         talks = {name: list(name) for name in (b"ab", b"cd", b"ef")}
-        for name, cached in (
-            (b"ab", 0),
-            (b"cd", 0),
-            (b"ab", 5),
-            (b"ef", 0),
-            (b"cd", 0),
-            (b"ef", 5),
-        ):
+        for name, cached in ((b"ab", 0), (b"cd", 0), (b"ab", 5), (b"ef", 0), (b"cd", 0), (b"ef", 5)):
             prompt = {"prompt_token_ids": talks[name]}
             out = llm.generate(prompt, params)[0]
             assert out.metrics.cached_tokens == cached
@@ -284,21 +277,9 @@ def test_a_backend_whose_gpu_fell_silent_serves_no_more_and_keeps_what_may_be_wr
 
 
 FAULTS = {
-    "a token that is not kept": (
-        "cursor.h",
-        "states[2 * cursor.slot + 1] = cursor.token",
-        "states[0] += 0",
-    ),
-    "a position counted for the wrong request": (
-        "decode.h",
-        "num_requests - 1 - cursor)",
-        "num_requests - 1)",
-    ),
-    "every request in one slot's cache": (
-        "cursor.h",
-        "small->slot = cursor.slot",
-        "small->slot = 0",
-    ),
+    "a token that is not kept": ("cursor.h", "states[2 * cursor.slot + 1] = cursor.token", "states[0] += 0"),
+    "a position counted for the wrong request": ("decode.h", "num_requests - 1 - cursor)", "num_requests - 1)"),
+    "every request in one slot's cache": ("cursor.h", "small->slot = cursor.slot", "small->slot = 0"),
     "a launch that runs a step too far": ("decode.h", "== b.p.most_steps", "== b.p.most_steps + 1"),
 }
 

@@ -95,10 +95,7 @@ def test_such_units_of_requests_among_others(how, count):
         assert steps == run(one, request(0, PROMPTS[slot], COUNT))[0]
 
 
-LONG = {
-    "int4-g128": 5,
-    "fp8-block": 9,
-}  # fragments of a unit of down_proj, which ends within a ring slot
+LONG = {"int4-g128": 5, "fp8-block": 9}  # fragments of a unit of down_proj, which ends within a ring slot
 
 
 def long_units(how, blocks):
@@ -160,10 +157,7 @@ def test_the_largest_sums_of_bytes_are_exact(case):
     """Beside activations that are all as large as their scale allows, of either sign by those that share one."""
     spec = spec_of_case(case)
     weights = FarthestWeights(spec, ArrayWeights(spec))
-    ours, reference = (
-        FiberBackend(weights, BackendOptions(), 3),
-        ReferenceBackend(weights, BackendOptions()),
-    )
+    ours, reference = (FiberBackend(weights, BackendOptions(), 3), ReferenceBackend(weights, BackendOptions()))
     for stage in ("o_proj", "down_proj"):
         alike = 32 * lower(build(spec), GPUS["h200"], 3).weights[stage].shared_steps
         state = inputs(spec, stage, 0)
@@ -300,10 +294,7 @@ def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, m
     backend = ColumnBackend(weights, BackendOptions(num_slots=count), SHARING, counts=(count,))
     lowering = lower(build(spec), GPUS["h200"], SHARING)
     stage = lowering.schedule.stage("down_proj")
-    read, held = (
-        batches.read_steps(lowering, stage, count),
-        batches.held_steps(lowering, stage, count),
-    )
+    read, held = (batches.read_steps(lowering, stage, count), batches.held_steps(lowering, stage, count))
     assert read and read + held < lowering.steps(stage)
     served = shared(backend, *(request(i, PROMPTS[i], COUNT) for i in range(count)))
     one = FiberBackend(weights, BackendOptions(num_slots=1), SHARING)
@@ -313,13 +304,7 @@ def test_operands_that_are_read_become_the_bytes_that_tokens_have(count, room, m
         assert backend.memory.cache[slot][..., :rows, :].equal(one.memory.cache[0][..., :rows, :])
 
 
-HELD_FIRST = {
-    "hidden_size": 4096,
-    "intermediate_size": 128,
-    "head_dim": 16,
-    "num_layers": 1,
-    "vocab_size": 384,
-}
+HELD_FIRST = {"hidden_size": 4096, "intermediate_size": 128, "head_dim": 16, "num_layers": 1, "vocab_size": 384}
 
 
 TOLD = SamplingParams(temperature=0, max_tokens=2, logprobs=5)
@@ -378,11 +363,7 @@ def test_a_head_s_operands_held_before_others_take_their_place_are_those_of_one_
     "fault",
     [
         ("columns/stream.h", "(i * 128 < kHeldValues ? 0 : Stage::kHeld)", "0"),
-        (
-            "operands.h",
-            "held[step] = load(step + kFirst);",
-            "held[step] = load(step ^ 1 | kFirst);",
-        ),
+        ("operands.h", "held[step] = load(step + kFirst);", "held[step] = load(step ^ 1 | kFirst);"),
         ("columns/stream.h", "      hold();\n", ""),
     ],
     ids=["behind one another", "other steps held", "none held"],
@@ -407,31 +388,19 @@ def test_a_prompt_in_chunks_leaves_the_bits_that_tokens_leave(case):
 
 # What is planted in narrow.h, the case that must see it, and its text.
 PLANTED = {
-    "the scale of the next row": (
-        "fp8 rows g32",
-        "% Weights::kScaleRows;",
-        "% Weights::kScaleRows ^ 1;",
-    ),
+    "the scale of the next row": ("fp8 rows g32", "% Weights::kScaleRows;", "% Weights::kScaleRows ^ 1;"),
     "the scale of the next granule": (
         "fp8 rows g32",
         "int n = number(granule, i);\n    if constexpr (Weights::kScaleKind == kScaleF32)",
         "int n = number((granule + 1) % Weights::kGranules, i);\n    if constexpr (Weights::kScaleKind == kScaleF32)",
     ),
-    "the next code": (
-        "fp8 channels",
-        "v.w[j + 1] = e4m3_second(q);",
-        "v.w[j + 1] = e4m3_first(q);",
-    ),
+    "the next code": ("fp8 channels", "v.w[j + 1] = e4m3_second(q);", "v.w[j + 1] = e4m3_first(q);"),
     "the nibbles of the other step": (
         "int4 g128",
         "w[0] = (codes.w[step] << 4) & 0xf0f0f0f0u",
         "w[0] = (codes.w[step ^ 1] << 4) & 0xf0f0f0f0u",
     ),
-    "nibbles as they are": (
-        "int4 g32, float16",
-        "(codes.w[step] << 4) & 0xf0f0f0f0u",
-        "codes.w[step] & 0x0f0f0f0fu",
-    ),
+    "nibbles as they are": ("int4 g32, float16", "(codes.w[step] << 4) & 0xf0f0f0f0u", "codes.w[step] & 0x0f0f0f0fu"),
     "the scale of the next step": (
         "int4 g32, float16",
         "b.in_warp % 4 % Weights::kPack * Weights::kGranules",
@@ -443,11 +412,7 @@ PLANTED = {
         "w[1] = codes.w[2 * step];",
     ),
     "int4's zero point": ("int4 g128, zero points", "return (8 - static", "return (7 - static"),
-    "int4's zero beside minimums": (
-        "int4 g32, minimums (Q4_1)",
-        "? 8 * kTimes : 0",
-        "? 7 * kTimes : 0",
-    ),
+    "int4's zero beside minimums": ("int4 g32, minimums (Q4_1)", "? 8 * kTimes : 0", "? 7 * kTimes : 0"),
     "a zero point without its sign": (
         "int8 g64, zero points",
         "-(static_cast<int>(point ^ 0x80u) - 128)",
@@ -458,11 +423,7 @@ PLANTED = {
         "from = record + row * (Weights::kGranules * kEach);",
         "from = record + (row ^ (kEach == 1)) * (Weights::kGranules * kEach);",
     ),
-    "zero points left out": (
-        "int8 g64, zero points",
-        "u32 point = offsets.",
-        "u32 point = 0 & offsets.",
-    ),
+    "zero points left out": ("int8 g64, zero points", "u32 point = offsets.", "u32 point = 0 & offsets."),
     "the minimum of the next granule": (
         "int4 g32, minimums (Q4_1)",
         "offsets.load(b, record + kOffsetsAt);",
@@ -473,11 +434,7 @@ PLANTED = {
         "negative[0] = e2m1_bytes(table, other), negative",
         "negative[0] = e2m1_bytes(table, q), negative",
     ),
-    "scales twice as large": (
-        "mxfp4",
-        "? 0x400000u : exponent);",
-        "? 0x400000u : exponent + 0x800000u);",
-    ),
+    "scales twice as large": ("mxfp4", "? 0x400000u : exponent);", "? 0x400000u : exponent + 0x800000u);"),
     "a row's scale left out": ("fp8 channels", "sum *= of_lane[item.there ? item.row : 0];", ""),
 }
 
@@ -499,10 +456,7 @@ def test_a_planted_fault_is_seen(what, tmp_path):
 
 # Of units of five fragments, four that share scales of operands two by two and one alone.
 PLANTED_IN_PAIRS = {
-    "the half of the sums that a thread has, twice": (
-        "exchanged(own, other)",
-        "exchanged(own, own)",
-    ),
+    "the half of the sums that a thread has, twice": ("exchanged(own, other)", "exchanged(own, own)"),
     "the scale of the fragment beside": ("one_of(x.odd, slot", "one_of(!x.odd, slot"),
     "its operands' scale": ("x.odd ? next.scale : row.scale", "x.odd ? row.scale : next.scale"),
     "a fragment alone, in two threads": ("x.odd == (f % 2 != 0) ? sum", "true ? sum"),

@@ -24,16 +24,8 @@ EDITS = {
         "float2 a = near[n], z = far[n];",
         f"float2 a = near[n], z = far[n];\n      if ({chosen(2)}) a.x = -a.x;",
     ),
-    "1 / rms": (
-        "values.h",
-        "* (1.f / kHidden) + kNormEps",
-        f"* (({chosen(3)} ? 1.1f : 1.f) / kHidden) + kNormEps",
-    ),
-    "merge": (
-        "merge.h",
-        "float total = s.total();",
-        f"float total = s.total() * ({chosen(4)} ? 2 : 1);",
-    ),
+    "1 / rms": ("values.h", "* (1.f / kHidden) + kNormEps", f"* (({chosen(3)} ? 1.1f : 1.f) / kHidden) + kNormEps"),
+    "merge": ("merge.h", "float total = s.total();", f"float total = s.total() * ({chosen(4)} ? 2 : 1);"),
     "product": (
         "matvec.h",
         "      multiply_fragments<Stage, kKnown>(slot, x, f,",

@@ -16,16 +16,7 @@ from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
 from kog_triton.model.spec import Head
 from kog_triton.sampling import SamplingParams
-from tests.lib.cuda_requests import (
-    ended,
-    error_of,
-    interrupt,
-    prompt_of,
-    request,
-    run,
-    serve,
-    timeless,
-)
+from tests.lib.cuda_requests import ended, error_of, interrupt, prompt_of, request, run, serve, timeless
 from tests.lib.cuda_walk import BothBackend, FiberBackend
 from tests.lib.lowering_cases import mixed_lanes
 from tests.lib.ring_walker import f16_spec

@@ -18,13 +18,7 @@ from kog_triton.model.spec import Head, Reduce
 from kog_triton.sampling import SamplingParams
 from tests.lib.column_cases import EXTRAS, MIXED
 from tests.lib.cuda_planting import plant
-from tests.lib.cuda_rank_columns import (
-    RankColumnThreadWalk,
-    RankColumnWalk,
-    alone_on_ranks,
-    assert_same,
-    left_by,
-)
+from tests.lib.cuda_rank_columns import RankColumnThreadWalk, RankColumnWalk, alone_on_ranks, assert_same, left_by
 from tests.lib.cuda_ranks import RankWalk
 from tests.lib.cuda_requests import GREEDY, PROMPTS, prompt_of, request
 from tests.lib.lowering_cases import lanes, mixed_lanes
@@ -85,10 +79,7 @@ def last_logits(walk, column):
 FOUR = "four ranks, two to a KV head, FFN padded"
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_always([*SHAPES, *LANES], "fp16", "eight ranks, a lane each"),
-)
+@pytest.mark.parametrize("name", some_always([*SHAPES, *LANES], "fp16", "eight ranks, a lane each"))
 def test_columns_on_ranks_compute_what_a_kernel_of_one_token_does(name):
     spec, ranks, columns, blocks, options = (SHAPES | LANES)[name]
     weights, requests = RandomWeights(spec), requests_of(columns)
@@ -179,11 +170,7 @@ def test_chunks_on_ranks_leave_what_a_token_at_a_time_leaves(name):
     weights = RandomWeights(spec)
     one = RankWalk(spec, weights, ranks, blocks, **options)
     walk = RankColumnWalk(spec, weights, ranks, positions, blocks, chunk=True, **options)
-    for length, params in (
-        (positions + 1, GREEDY),
-        (2 * positions, TOLD),
-        (3 * positions + 3, TOLD),
-    ):
+    for length, params in ((positions + 1, GREEDY), (2 * positions, TOLD), (3 * positions + 3, TOLD)):
         asked = request(0, prompt_of(length), 1, params)
         walk.most_steps = dict.fromkeys(range(ranks), 2)
         assert_same(walk.serve([asked], seed=-5), alone_on_ranks(one, [asked]))

@@ -60,17 +60,12 @@ def alone(backend):
     """{prompt: (steps, keys and values by rank)} of requests of 4 tokens alone."""
     out = {}
     for prompt in (SHORT, LONG):
-        out[prompt] = (
-            run(backend, request(0, prompt, 4, TOLD))[0],
-            caches(backend, 0, len(prompt) + 3),
-        )
+        out[prompt] = (run(backend, request(0, prompt, 4, TOLD))[0], caches(backend, 0, len(prompt) + 3))
     return out
 
 
 @pytest.mark.parametrize(
-    ("spec", "ranks"),
-    [(TWO, 2), (mixed_lanes(Head.SUM_THEN_NORM), 4)],
-    ids=["two", "lanes on four"],
+    ("spec", "ranks"), [(TWO, 2), (mixed_lanes(Head.SUM_THEN_NORM), 4)], ids=["two", "lanes on four"]
 )
 def test_it_is_the_kernels_own_prompt_but_for_rounding(spec, ranks):
     ours, own = opened(spec, ranks), opened(spec, ranks, "kernel")

@@ -98,10 +98,7 @@ def test_lanes_are_the_same_function_on_any_number_of_ranks(head, ranks, num_blo
     expected = ReferenceBackend(weights, BackendOptions()).forward_logits(tokens)
     assert expected.std() > 4
     assert np.sqrt(((ours - expected) ** 2).mean()) < 0.02
-    for region in (
-        "mlp_out_delayed",
-        "attention_out_delayed",
-    ):  # of the last rank, which falls behind
+    for region in ("mlp_out_delayed", "attention_out_delayed"):  # of the last rank, which falls behind
         walk.store_late(region, rounds=200, memory=walk.ranks[-1])
         assert np.array_equal(ours, walk.forward_logits(tokens, seed=1))
 
@@ -226,12 +223,7 @@ def test_what_ranks_cannot_run_is_refused(spec, ranks, says):
 
 def test_blocks_of_ranks_race_for_nothing(tmp_path):
     """Bit for bit what one thread computes; a fence left out is reported."""
-    spec = TWO.replace(
-        num_layers=2,
-        windows=(0, 0),
-        reduce_attention=(Reduce.NOW,) * 2,
-        reduce_mlp=(Reduce.NOW,) * 2,
-    )
+    spec = TWO.replace(num_layers=2, windows=(0, 0), reduce_attention=(Reduce.NOW,) * 2, reduce_mlp=(Reduce.NOW,) * 2)
     weights, ids = RandomWeights(spec), [5, 17, 60, 31]
     one_thread = RankWalk(spec, weights, 2, 2, split_least=2)
     ours = RankThreadWalk(spec, weights, 2, 2, split_least=2)

@@ -38,14 +38,7 @@ from tests.lib.ring_walker import spec_of
 from tests.lib.slow import some_always
 
 VOCAB = 331
-SMALL = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-}
+SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 24}
 
 
 class Alike(RandomWeights):
@@ -231,10 +224,7 @@ def many_blocks():
     return walk, words, tokens, records
 
 
-@pytest.mark.parametrize(
-    "seed, late",
-    some_always([(-1, None), (-2, None), (3, "top_p_check"), (4, "shares")], -1, 3),
-)
+@pytest.mark.parametrize("seed, late", some_always([(-1, None), (-2, None), (3, "top_p_check"), (4, "shares")], -1, 3))
 def test_many_blocks_say_the_same_out_of_step(many_blocks, seed, late):
     """Winners and sums meet by several warps, of which some lag behind; or words land late."""
     walk, words, tokens, records = many_blocks

@@ -96,10 +96,7 @@ def test_concurrent_blocks_race_for_nothing(name):
     check_judged(walks(name), expected_of(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "judge"),
-    some_always(itertools.product(NARROW, JUDGES), ("int4 g128", "races")),
-)
+@pytest.mark.parametrize(("name", "judge"), some_always(itertools.product(NARROW, JUDGES), ("int4 g128", "races")))
 def test_blocks_of_narrow_weights_race_for_nothing_and_stay_in_bounds(name, judge):
     check_judged(walks(name, judge=JUDGES[judge]), expected_of(name))
 
@@ -137,11 +134,7 @@ EDITS = (
         f"if (late[i] != 0) q[i] = {chosen(3)} ? *reinterpret_cast<const uint4*>(address(i))"
         " : load_relaxed4(address(i));",
     ),
-    (
-        "rows.h",
-        "put_ring(b, ring);\n  sync_consumers();",
-        f"put_ring(b, ring);\n  if (!{chosen(4)}) sync_consumers();",
-    ),
+    ("rows.h", "put_ring(b, ring);\n  sync_consumers();", f"put_ring(b, ring);\n  if (!{chosen(4)}) sync_consumers();"),
     (
         "narrow.h",
         "#pragma unroll\n    for (int f = 0; f < kFragments; f++) w[f] =",
@@ -274,11 +267,7 @@ def test_one_buffer_too_few_is_seen(tmp_path):
             "const u32* base = b.p.words + Now::kOffset + (counts.now & 1) * kLanes * Now::kStride;",
             "const u32* base = b.p.words + Now::kOffset;",
         ),
-        (
-            "residual.h",
-            "u32 phase = phase_of(counts.now >> 1);",
-            "u32 phase = phase_of(counts.now);",
-        ),
+        ("residual.h", "u32 phase = phase_of(counts.now >> 1);", "u32 phase = phase_of(counts.now);"),
     )
     spec, blocks, _ = SPECS["lanes"]
     ours = ThreadWalk(spec, RandomWeights(spec), blocks, judge=(), include=single)

@@ -42,38 +42,19 @@ WALKS = {
     ),
     # Of 72 query heads a group's round is one tile of 16 positions: 60 of them are four rounds.
     "rounds": (
-        f16_spec(
-            num_layers=2,
-            hidden_size=24,
-            intermediate_size=32,
-            num_heads=72,
-            num_kv_heads=1,
-            head_dim=8,
-        ),
+        f16_spec(num_layers=2, hidden_size=24, intermediate_size=32, num_heads=72, num_kv_heads=1, head_dim=8),
         1,
         {},
         60,
     ),
     # More slots than the ring has; three groups of five warps, and one of none.
     "slots": (
-        spec_of(
-            num_layers=1,
-            hidden_size=48,
-            num_heads=20,
-            num_kv_heads=1,
-            head_dim=128,
-            intermediate_size=16,
-        ),
+        spec_of(num_layers=1, hidden_size=48, num_heads=20, num_kv_heads=1, head_dim=128, intermediate_size=16),
         1,
         {"max_context": 256},
         230,
     ),
-    "KV tasks": (
-        spec_of(num_layers=2, num_heads=8, num_kv_heads=4, dtype=DType.BF16),
-        2,
-        {"split_least": 2},
-        20,
-    ),
+    "KV tasks": (spec_of(num_layers=2, num_heads=8, num_kv_heads=4, dtype=DType.BF16), 2, {"split_least": 2}, 20),
     "lanes": (mixed_lanes(Head.SUM_THEN_NORM), 4, {"split_least": 2}, 8),
     # Keys and values take the slots of codes and their scales, and words that o_proj multiplies as bytes follow.
     "fp8 blocks": (narrow_spec(FORMATS["fp8-block"], **FEW), 2, {"split_least": 2}, 20),
@@ -220,8 +201,7 @@ def test_the_kernel_hardly_spills(name):
 @pytest.mark.parametrize(
     ("name", "how"),
     some_always(
-        itertools.product(("llama-3.2-1b", "qwen3-8b"), ("int4-g128", "fp8-block")),
-        ("llama-3.2-1b", "int4-g128"),
+        itertools.product(("llama-3.2-1b", "qwen3-8b"), ("int4-g128", "fp8-block")), ("llama-3.2-1b", "int4-g128")
     ),
 )
 def test_the_kernel_of_narrow_weights_hardly_spills(name, how):

@@ -4,15 +4,7 @@ import shutil
 
 import pytest
 
-from tests.lib.kccl_runs import (
-    COLLECTIVES,
-    POLICIES,
-    RACE,
-    assert_right,
-    build,
-    plant,
-    run,
-)
+from tests.lib.kccl_runs import COLLECTIVES, POLICIES, RACE, assert_right, build, plant, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 BLOCKS, STEPS = 2, 40
@@ -129,11 +121,7 @@ def test_a_planted_fault_is_noticed(name, tmp_path):
 
 def test_a_place_that_several_senders_share_loses_a_number(tmp_path):
     """A sender's own store lands after the next sender's, which nobody then finds: in one run of 40 or so."""
-    place = (
-        "collectives.h",
-        "return offset + 2 * static_cast<u32>(from);",
-        "(void)from;\n    return offset;",
-    )
+    place = ("collectives.h", "return offset + 2 * static_cast<u32>(from);", "(void)from;\n    return offset;")
     program = build("EpochPairs", 4, include=plant(tmp_path, *place))
     assert any(run(program, "chosen", 1, 100, seed, limit_ms=LIMIT).code == 1 for seed in range(1, 400))
 

@@ -87,15 +87,10 @@ def test_what_torch_keeps_for_this_process_counts_as_free(monkeypatch):
 def test_no_more_than_its_share_of_the_gpu_is_taken(monkeypatch):
     """Whatever else is free; vLLM's name for the share."""
     gpu = torch.device("cuda")
-    for name, value in (
-        ("mem_get_info", (36 * GIB, 37 * GIB)),
-        ("memory_allocated", 0),
-        ("memory_reserved", 0),
-    ):
+    for name, value in (("mem_get_info", (36 * GIB, 37 * GIB)), ("memory_allocated", 0), ("memory_reserved", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     check_memory(PLAN, gpu, 0.5)
     with pytest.raises(
-        DeviceError,
-        match=r"and 18\.1 is what gpu_memory_utilization 0\.49 allows: choose max_model_len 3",
+        DeviceError, match=r"and 18\.1 is what gpu_memory_utilization 0\.49 allows: choose max_model_len 3"
     ):
         check_memory(PLAN, gpu, 0.49)

@@ -34,13 +34,7 @@ from tests.lib.product_runs import multiplied
 from tests.lib.real_shapes import real_shape
 from tests.lib.unpacked import unpacking_of
 
-LANES = {
-    "num_lanes": 2,
-    "delay": 0,
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "num_heads": 16,
-}
+LANES = {"num_lanes": 2, "delay": 0, "hidden_size": 1024, "intermediate_size": 2048, "num_heads": 16}
 MORE = {
     "lanes, int4 zero points": (AWQ, LARGE | LANES),
     "lanes, fp8 channels": (FORMATS["fp8-channel"], LARGE | LANES),
@@ -184,9 +178,7 @@ SLOWLY = [
 
 
 @pytest.mark.parametrize(
-    ("case", "which"),
-    [*MULTIPLIED, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWLY)],
-    ids=str,
+    ("case", "which"), [*MULTIPLIED, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWLY)], ids=str
 )
 def test_products_are_those_of_the_values(case, which):
     errors = errors_of_products(case, which)
@@ -234,11 +226,7 @@ def test_a_product_reads_the_arena_and_its_rows_scales(monkeypatch):
     launches = []
     assert not unpacked_stages(lowering) and not unpacked_bytes(lowering, ())
     ours = ArenaProducts(
-        lowering,
-        memory.weights,
-        torch.bfloat16,
-        lambda kernel, name, _: Noted(name, launches),
-        memory.biases,
+        lowering, memory.weights, torch.bfloat16, lambda kernel, name, _: Noted(name, launches), memory.biases
     )
     stage, (places, rows) = lowering.schedule.stage("o_proj"), bias_places(lowering)
     ours.product(1, "o_proj", torch.zeros(2, 40, stage.cols).bfloat16(), None)

@@ -77,10 +77,7 @@ class Asking(FiberBackend):
             BackendOptions(device="nvidia", max_context=48, num_slots=3),
         ),
         ({"num_slots": 8}, BackendOptions(num_slots=8)),
-        (
-            {"device": "h200", "dtype": "bfloat16"},
-            BackendOptions(device="h200", dtype="bf16"),
-        ),
+        ({"device": "h200", "dtype": "bfloat16"}, BackendOptions(device="h200", dtype="bf16")),
         ({"num_gpus": 2}, BackendOptions(num_gpus=2)),
     ],
 )
@@ -278,13 +275,7 @@ def test_commands_begin_before_torch_is_imported(command):
         "    print('begun', 'torch' in sys.modules, backend, file=sys.stderr)\n"
         "precompile.precompile = note\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code + command],
-        input="",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = subprocess.run([sys.executable, "-c", code + command], input="", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("begun")]
     assert lines == ["begun False reference"]

@@ -31,13 +31,7 @@ from tests.lib.ring_walker import spec_of
 
 # When each block ended each span, ns from the earliest start of a block: [tokens][blocks][spans].
 # Block 1 takes no part in "split".
-SPANS = (
-    Span("begin", 0),
-    Span("rows", 0),
-    Span("gather", 0, True),
-    Span("split", 0),
-    Span("argmax", HEAD, True),
-)
+SPANS = (Span("begin", 0), Span("rows", 0), Span("gather", 0, True), Span("split", 0), Span("argmax", HEAD, True))
 ENDS = [
     [[100, 200, 230, 260, 300], [100, 210, 232, 0, 300], [110, 150, 228, 290, 301]],
     [[310, 400, 440, 480, 520], [320, 420, 442, 0, 521], [310, 405, 441, 500, 519]],
@@ -59,14 +53,7 @@ def by_hand():
     waited[1, :, 0, :1], waited[1, :, 0, 1:] = 4 * rates[:, None], 8 * rates[:, None]
     waited[:, 1, :, 3] = 0
     return Recording(
-        SPANS,
-        ticks,
-        waited,
-        np.ones_like(ticks),
-        np.zeros_like(ticks),
-        clocks,
-        {"rows": 6000.0},
-        np.array([200]),
+        SPANS, ticks, waited, np.ones_like(ticks), np.zeros_like(ticks), clocks, {"rows": 6000.0}, np.array([200])
     )
 
 
@@ -96,10 +83,7 @@ def test_clocks_may_change_their_rate_between_tokens():
     def bent(ticks):
         return np.where(ticks > change, change + 2 * (ticks - change), ticks)
 
-    recording.ticks[:, 0], recording.clocks[:, 0, 0] = (
-        bent(recording.ticks[:, 0]),
-        bent(recording.clocks[:, 0, 0]),
-    )
+    recording.ticks[:, 0], recording.clocks[:, 0, 0] = (bent(recording.ticks[:, 0]), bent(recording.clocks[:, 0, 0]))
     assert timeline(recording).ends == pytest.approx(line.ends)
     assert timeline(recording).clock_error > 100
 
@@ -278,11 +262,7 @@ def test_the_table_says_where_the_time_goes(command):
         "1", "0.09", "0.11", "0.1", "41.5%", "0.0", "0.1", "67", "0.00",
     ]  # fmt: skip
     assert rows["gather"][1] == "(wait)"
-    for text in (
-        "a mean block waits 37.6% of it",
-        "a mean warp 0.9% of it",
-        "the stamps cost +9.8%",
-    ):
+    for text in ("a mean block waits 37.6% of it", "a mean warp 0.9% of it", "the stamps cost +9.8%"):
         assert text in " ".join(out.split()), text
 
 

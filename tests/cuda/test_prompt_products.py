@@ -13,13 +13,7 @@ import pytest
 import torch
 
 from kog_triton.backends.cuda import products
-from kog_triton.backends.cuda.layout.prompt import (
-    KERNELS,
-    ProductCall,
-    deal,
-    render_product,
-    takes,
-)
+from kog_triton.backends.cuda.layout.prompt import KERNELS, ProductCall, deal, render_product, takes
 from kog_triton.backends.cuda.memory import pack_arena
 from kog_triton.backends.cuda.products import group_tables
 from kog_triton.checkpoint.random_weights import RandomWeights
@@ -217,19 +211,12 @@ def test_launches_are_made_ready_once_and_told_their_addresses(monkeypatch):
     monkeypatch.setattr(products, "deal", lambda *asked: dealt_ways.append(asked) or right(*asked))
     arena = torch.zeros(64, dtype=torch.uint8)
     ours = products.ArenaProducts(
-        lowering,
-        arena,
-        torch.bfloat16,
-        lambda kernel, name, _: Noted(kernel, name, launches),
-        torch.zeros(0),
+        lowering, arena, torch.bfloat16, lambda kernel, name, _: Noted(kernel, name, launches), torch.zeros(0)
     )
     stages = {s.name: s for s in layer_matrices(schedule) if takes(lowering, s)}
     _, at = group_tables(lowering, stages)
     stage = stages["o_proj"]
-    shards, x = (
-        schedule.num_shards,
-        {n: torch.zeros(schedule.num_shards, n, stage.cols).bfloat16() for n in (40, 3)},
-    )
+    shards, x = (schedule.num_shards, {n: torch.zeros(schedule.num_shards, n, stage.cols).bfloat16() for n in (40, 3)})
     for n, layer in ((40, 0), (40, 1), (3, 1), (40, 1)):
         launches.clear()
         y = ours.product(layer, "o_proj", x[n], None)

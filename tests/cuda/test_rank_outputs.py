@@ -60,10 +60,7 @@ def test_outputs_by_kernels_leave_what_copies_leave(name, ranks):
 
 def test_a_padded_pass_leaves_its_tokens_alone():
     name, ranks = CASES[0]
-    own, ours = (
-        opened(name, ranks, chunk=64),
-        opened(name, ranks, exchange_of(name, ranks), (12, 64)),
-    )
+    own, ours = (opened(name, ranks, chunk=64), opened(name, ranks, exchange_of(name, ranks), (12, 64)))
     (want, last), (got, ends) = (left(made, name, ranks, tokens_of(9)) for made in (own, ours))
     for mine, other in zip(got, want, strict=True):
         assert mine[..., 9:, :].isnan().all(), "padding stays where it is"

@@ -163,10 +163,7 @@ def test_what_is_said_alone_another_way_is_told(made):
 
 def test_phases_have_graphs_or_none():
     library, short = SimpleNamespace(_graphs={1: 2}), SimpleNamespace(_graphs={3: 4})
-    for backend in (
-        SimpleNamespace(library=library, short=None),
-        SimpleNamespace(library=library, short=short),
-    ):
+    for backend in (SimpleNamespace(library=library, short=None), SimpleNamespace(library=library, short=short)):
         with rank_soak.graphs(backend, False):
             assert library._graphs == {} and short._graphs == ({} if backend.short else {3: 4})
         with rank_soak.graphs(backend, True):

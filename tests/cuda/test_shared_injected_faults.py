@@ -60,10 +60,7 @@ def faulty(request, spec, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("huge", "patterned"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("silent_modules", "tiny", "level")),
-    ],
+    [*("huge", "patterned"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("silent_modules", "tiny", "level"))],
 )
 def test_values_that_look_like_tags_are_values(name, spec):
     weights = Weights(spec, SHARED_MODELS[name])

@@ -55,18 +55,7 @@ def opened(spec):
     streams = torch.full((SLOTS, 1, spec.hidden_size), torch.nan)
     layers = [load_layer(weights, lowering.schedule, i, CPU, dtype) for i in range(spec.num_layers)]
     rope = torch.from_numpy(rope_table(spec.rope, spec.head_dim, POSITIONS))
-    made = ShortPass(
-        lowering,
-        arena,
-        address,
-        embed,
-        rope,
-        layers,
-        cache,
-        streams,
-        host.ready_of(spec.dtype),
-        MOST,
-    )
+    made = ShortPass(lowering, arena, address, embed, rope, layers, cache, streams, host.ready_of(spec.dtype), MOST)
     made.kept = groups
     return made, cache, streams
 
@@ -112,10 +101,7 @@ def test_streams_are_the_references_and_equal_whoever_shares_the_pass(name):
 
 
 MOST_SPILLS = 20  # loads and stores, once a tile's part: NVRTC 13.0, 0, 10, 15 and 20
-LAST_ALWAYS = [
-    *(pytest.param(k, marks=pytest.mark.slow) for k in SHORT_KERNELS[:-1]),
-    SHORT_KERNELS[-1],
-]
+LAST_ALWAYS = [*(pytest.param(k, marks=pytest.mark.slow) for k in SHORT_KERNELS[:-1]), SHORT_KERNELS[-1]]
 
 
 @pytest.mark.parametrize("kernel", LAST_ALWAYS, ids=lambda k: f"{k.tokens} tokens")

@@ -110,9 +110,7 @@ def test_what_does_not_fit_a_pass_takes_the_next(alone, monkeypatch):
     backend = opened()
     right = backend.short.fits
     monkeypatch.setattr(
-        backend.short,
-        "fits",
-        lambda prompts: right(prompts) and sum(len(p.tokens) for p in prompts) <= 40,
+        backend.short, "fits", lambda prompts: right(prompts) and sum(len(p.tokens) for p in prompts) <= 40
     )
     mailbox = served(backend, *(asked(slot) for slot in (3, 2, 1, 0)))
     assert backend.passes == [[3, 1, 0], [2]]

@@ -51,17 +51,7 @@ def outcome(tmp_path, text, no_skips):
     """Exit code and last line of pytest on one file, behind this folder's conftest."""
     file = tmp_path / "test_written.py"
     file.write_text(text)
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.conftest",
-        file,
-    ]
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest", file]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     env |= {"KOG_TESTS_NO_SKIPS": no_skips}
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True)

@@ -19,19 +19,7 @@ from kog_triton.text.tokenizer import BYTE_OF
 from .mutate import EDGES, damage_bytes, damage_text
 from .targets import Target, use_tokenizer
 
-FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "B",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 COUNTS = (0, 1, 2, 3, 31, 33, 255, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**61, 2**63, 2**64 - 1)
 VOCABULARY, HIDDEN = 40, 32
@@ -39,13 +27,7 @@ VOCABULARY, HIDDEN = 40, 32
 TENSOR_NAMES = (b"lm_head.weight", b"output.weight", b"rope_freqs.weight", b"blk.0.attn_q.bias")
 FIELD_NAMES = (b"split.count", b"general.type", b"tokenizer.chat_template.tool_use")
 FIELD_NAMES += tuple(
-    b"llama." + name
-    for name in (
-        b"rope.scaling.type",
-        b"rope.scaling.factor",
-        b"rope.scale_linear",
-        b"expert_count",
-    )
+    b"llama." + name for name in (b"rope.scaling.type", b"rope.scaling.factor", b"rope.scale_linear", b"expert_count")
 )
 
 

@@ -11,12 +11,7 @@ from tests.lib.gfx942.triton_backend import KERNEL
 from tests.lib.gfx942.triton_cases import FULL_SIZE, MORE_SIZES, compiled
 
 BANDWIDTH = 4.2e12  # bytes/s that AMD's roofline tool reads on an MI300X (ROCm issue 5070); nobody here has measured it
-LATENCIES = (
-    0.6,
-    1.0,
-    1.5,
-    2.0,
-)  # us from a load to its data, out of HBM: unknown to us, so a parameter
+LATENCIES = (0.6, 1.0, 1.5, 2.0)  # us from a load to its data, out of HBM: unknown to us, so a parameter
 CLOCK = 2.1e9  # Hz, the peak engine clock in AMD's data sheet
 CYCLES = 4  # of a SIMD of 16 lanes for an instruction of 64
 LOAD_BYTES = 64 * 16  # of one wide load of a wave
@@ -40,10 +35,9 @@ def in_flight(gates: Gates) -> int:
 def exceeded(gates: Gates, weights: int, layers: int) -> list[str]:
     """What does not suffice for a token of `weights` bytes at the assumed bandwidth: slots, LDS, or bytes in flight."""
     slots = issue_slots(weights / BANDWIDTH * 1e6)
-    wrong = {
-        "issue slots": gates.instructions * layers > slots,
-        "LDS": gates.lds > LDS_BYTES,
-    } | {f"bytes in flight at {latency:.1f} us": in_flight(gates) < needed_bytes(latency) for latency in LATENCIES}
+    wrong = {"issue slots": gates.instructions * layers > slots, "LDS": gates.lds > LDS_BYTES} | {
+        f"bytes in flight at {latency:.1f} us": in_flight(gates) < needed_bytes(latency) for latency in LATENCIES
+    }
     return [name for name, one in wrong.items() if one]
 
 

@@ -158,11 +158,7 @@ def walked() -> list[Row]:
         made = compiled(case, variant)
         found = accesses_of(made.code_object)
         row = {"case": case, "variant": variant, "object": made.code_object.sha256}
-        row |= {
-            "compiler": f"triton {made.triton}",
-            "accesses": counted(found),
-            "wrong": wrong(found),
-        }
+        row |= {"compiler": f"triton {made.triton}", "accesses": counted(found), "wrong": wrong(found)}
         rows.append(row)
         print(case, variant, "wrong accesses:", row["wrong"], flush=True)
     return rows

@@ -35,11 +35,7 @@ def test_what_the_executor_lacks_is_refused_by_name(instruction):
 
 
 def test_the_same_without_the_modifier_is_taken():
-    for instruction in (
-        "v_add_f32 v0, v1, v2",
-        "v_addc_co_u32 v0, vcc, v1, v2, vcc",
-        "ds_read_b32 v0, v1",
-    ):
+    for instruction in ("v_add_f32 v0, v1, v2", "v_addc_co_u32 v0, vcc, v1, v2, vcc", "ds_read_b32 v0, v1"):
         Kernel(code_object("refused.hip", f'-DINSTRUCTION="{instruction}"'), "refused")
 
 

@@ -11,15 +11,7 @@ from tests.lib.gfx942.backends import HERE
 from tests.lib.gfx942.gates import Gates, Needs, fences_of, gates_of, refused
 from tests.lib.gfx942.litmus import BLOCKS, LITMUS, THREADS
 from tests.lib.gfx942.triton_backend import KERNEL
-from tests.lib.gfx942.triton_cases import (
-    ALL,
-    CASES,
-    FULL_OBJECTS,
-    FULL_SIZE,
-    MORE_SIZES,
-    STANDS_FOR,
-    compiled,
-)
+from tests.lib.gfx942.triton_cases import ALL, CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, STANDS_FOR, compiled
 
 FENCE = (
     "S_WAITCNT vmcnt(0)", "S_BARRIER",  # every wave drains its own, and all are here

@@ -68,10 +68,7 @@ def test_the_cuts_of_k_are_those_meant():
 def test_a_request_that_ends_leaves_the_others_to_the_next_launch():
     asked = [ASKED["greedy"].request(0, 3), ASKED["sampled"].request(1)]
     made = columns("llama").serve(asked, steps=MOST_STEPS, **CONDITIONS["adversarial"])
-    assert made == [
-        (expected("llama", "greedy")[:3], Outcome.LENGTH),
-        (expected("llama", "sampled"), Outcome.LENGTH),
-    ]
+    assert made == [(expected("llama", "greedy")[:3], Outcome.LENGTH), (expected("llama", "sampled"), Outcome.LENGTH)]
     assert columns("llama").launches == 2
 
 
@@ -92,12 +89,7 @@ def test_a_prompt_in_chunks_ends_with_the_references_first_token(conditions, gpu
 
 # By a case, conditions and a seed in which it shows: of what blocks tell each other not every order shows the loss.
 TOLD = {
-    "nobody waits for a split's flag": (
-        "windows",
-        "plain",
-        1,
-        "  await<false>(b, Step::kAttentionJoin, at, epoch);\n",
-    ),
+    "nobody waits for a split's flag": ("windows", "plain", 1, "  await<false>(b, Step::kAttentionJoin, at, epoch);\n"),
     "a split is told before every wave's words have landed": (
         "windows",
         "adversarial",
@@ -113,11 +105,7 @@ PLANTED = {
         "{w.x, w.y}, {columns[0], columns[1]}",
     ),
     # Sums of other eights of K, which are of nobody.
-    "products of nobody": (
-        "mma/products.h",
-        "which / kRows == 4 * group / kRows",
-        "which / kRows == 0",
-    ),
+    "products of nobody": ("mma/products.h", "which / kRows == 4 * group / kRows", "which / kRows == 0"),
     "low parts are left out": ("mma/products.h", "v[i] += shuffle_xor(v[i], 1);", ""),
     "rows and eights of K of another order": (
         "ring.h",

@@ -219,18 +219,7 @@ def hiprtc(machine):
     folder, clang = machine
     before = BEFORE.replace("\n", "\\n")
     how = [f'-DFOLDER="{folder}"', f'-DCLANG="{clang}"', f'-DBEFORE="{before}"']
-    gcc = [
-        "/usr/bin/gcc",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-x",
-        "c",
-        "-",
-        "-o",
-        folder / "lib/libhiprtc.so",
-        *how,
-    ]
+    gcc = ["/usr/bin/gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", folder / "lib/libhiprtc.so", *how]
     subprocess.run(gcc, input=HIPRTC.encode(), check=True, env={"PATH": "/usr/bin:/bin"})
 
 

@@ -109,14 +109,7 @@ def test_every_stage_alone(case, wave):
 def test_attention_of_so_many_heads_that_a_thread_stages_eight_values(monkeypatch):
     """Of splits that o_proj's readers join, and of threads without a value."""
     monkeypatch.setattr(header, "split_least", lambda spec: 8)
-    spec = f16_spec(
-        num_layers=1,
-        hidden_size=48,
-        num_heads=66,
-        num_kv_heads=2,
-        head_dim=64,
-        intermediate_size=64,
-    )
+    spec = f16_spec(num_layers=1, hidden_size=48, num_heads=66, num_kv_heads=2, head_dim=64, intermediate_size=64)
     backend = opened(HipFiberBackend, spec, 6)
     reference = ReferenceBackend(ArrayWeights(spec), BackendOptions())
     state = stage_inputs(spec, "attention", 0, 2, 20)

@@ -35,13 +35,7 @@ PROMPT = [3, 42, 12]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=5, max_tokens=6, ignore_eos=True)
 BLOCKS = 4  # of a GPU
-EIGHT = {
-    "num_lanes": 8,
-    "num_heads": 8,
-    "num_kv_heads": 8,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-}
+EIGHT = {"num_lanes": 8, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 64, "vocab_size": 64}
 
 
 @pytest.fixture(scope="module")

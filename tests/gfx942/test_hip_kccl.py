@@ -35,10 +35,7 @@ ALWAYS = [(policy, ranks) for policy, ranks in CASES if ranks == 2] + [("PoisonW
 class Argument(ctypes.Structure):
     """Of hip/kccl.hip."""
 
-    _fields_ = (
-        ("comm", Comm),
-        *((n, ctypes.c_uint64) for n in ("found", "first", "last", "steps")),
-    )
+    _fields_ = (("comm", Comm), *((n, ctypes.c_uint64) for n in ("found", "first", "last", "steps")))
 
 
 @cache
@@ -97,12 +94,7 @@ def assert_told(ended, policy, ranks, absent):
 def wrong(kernel, policy, ranks, seed, counts=None):
     """ "" if a run in adversarial memory is right, else what was wrong; every fourth run lacks a rank."""
     memory = Memory(True, EARLY[seed % 3], 0.02, 0.002, (1, 20, 60)[seed // 3 % 3])
-    where: dict[str, Any] = {
-        "memory": memory,
-        "seed": seed,
-        "xcc": MAPS[seed % len(MAPS)],
-        "counts": counts,
-    }
+    where: dict[str, Any] = {"memory": memory, "seed": seed, "xcc": MAPS[seed % len(MAPS)], "counts": counts}
     absent = seed // 4 % ranks
     try:
         if seed % 4 == 3:

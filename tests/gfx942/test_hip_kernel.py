@@ -16,12 +16,7 @@ from kog_triton.model.spec import DType
 from kog_triton.sampling import SamplingParams
 from tests.lib.gfx942.executor import Memory
 from tests.lib.gfx942.hip_gates import gates, keeps_its_promises
-from tests.lib.gfx942.hip_kernel import (
-    INCLUDES,
-    UNLIMITED_NS,
-    HipWalk,
-    layout_of,
-)
+from tests.lib.gfx942.hip_kernel import INCLUDES, UNLIMITED_NS, HipWalk, layout_of
 from tests.lib.gfx942.hip_mutants import WIDE, WIDE_PROMPT
 from tests.lib.gfx942.hip_requests import (
     CONDITIONS,

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from tests.lib.compiled import from_own_end, made_in_run
-from tests.lib.gfx942.argued import (
-    ARGUED,
-    ARGUED_OF,
-    JOIN,
-    JOINED,
-    MERGE,
-    OF_MANY,
-    SUMS_BEHIND,
-)
+from tests.lib.gfx942.argued import ARGUED, ARGUED_OF, JOIN, JOINED, MERGE, OF_MANY, SUMS_BEHIND
 from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     WALK,
@@ -100,10 +92,7 @@ def test_a_mutant_of_each_kind_is_caught(kind):
 @pytest.mark.parametrize("where", WIDE_BARRIERS)
 def test_a_barrier_between_warps_that_share_a_blocks_ids_is_missed(where):
     found = [m for m in tried("wide") if place("wide", m) == f"no barrier in run_head > {where}"]
-    assert len(found) == {
-        "choose > edit_logits > sync_consumers": 4,
-        "choose > sync_consumers": 2,
-    }.get(where, 1)
+    assert len(found) == {"choose > edit_logits > sync_consumers": 4, "choose > sync_consumers": 2}.get(where, 1)
     for mutant in found:
         assert caught("wide", mutant, 12), mutant.at
 
@@ -116,8 +105,7 @@ def test_what_a_request_lives_without_another_model_misses(case, where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "where"),
-    [("heads", JOINED), ("columns of heads", f"{JOIN} > join_many > sync_consumers")],
+    ("case", "where"), [("heads", JOINED), ("columns of heads", f"{JOIN} > join_many > sync_consumers")]
 )
 def test_each_barrier_of_a_join_of_more_splits_than_a_warp_s_is_missed(case, where):
     found = [m for m in tried(case) if place(case, m) == f"no barrier in {where}"]
@@ -149,15 +137,7 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 96), mutant.named()
 
 
-MORE_ARGUED = (
-    "laneformer",
-    "heads",
-    "many",
-    "columns",
-    "columns of waves",
-    "columns of heads",
-    "chunk",
-)
+MORE_ARGUED = ("laneformer", "heads", "many", "columns", "columns of waves", "columns of heads", "chunk")
 
 
 @pytest.mark.parametrize("case", some_always(["split", "wide", *MORE_ARGUED], "wide"))
@@ -226,15 +206,7 @@ def test_processes_of_a_run_share_what_requests_do(monkeypatch):
 
 def test_the_record_of_mutants_is_gone_on_with(tmp_path, capsys):
     path = tmp_path / "found.json"
-    words = [
-        "split",
-        "--record",
-        str(path),
-        "--only",
-        "narrower scope in find_place",
-        "--jobs",
-        "1",
-    ]
+    words = ["split", "--record", str(path), "--only", "narrower scope in find_place", "--jobs", "1"]
     main([*words, "--seeds", "0"])
     assert "0 tried, 0 survive, 0 left" in capsys.readouterr().out
     main([*words, "--seeds", "24", "--minutes", "0"])  # one, and no more

@@ -105,8 +105,7 @@ def test_a_kv_head_of_a_plain_model_lives_on_an_xcd():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("llama-3.2-1b", "9,216 words, 9.4 MB"), ("llama-3.1-8b", "17,408 words, 17.8 MB")],
+    ("name", "said"), [("llama-3.2-1b", "9,216 words, 9.4 MB"), ("llama-3.1-8b", "17,408 words, 17.8 MB")]
 )
 def test_what_blocks_gather_is_what_the_layout_has_room_for(name, said):
     lowering = lower_hip(build(named_shape(name)), MI300X)

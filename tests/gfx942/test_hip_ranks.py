@@ -21,9 +21,7 @@ from tests.lib.slow import some_always
 
 LIMIT_NS = 4_000_000  # of the executor's clock: 400,000 instructions
 RUNS = some_always(
-    [(case, name) for case, names in NAMES.items() for name in names],
-    ("llama", "greedy"),
-    ("laneformer", "sampled"),
+    [(case, name) for case, names in NAMES.items() for name in names], ("llama", "greedy"), ("laneformer", "sampled")
 )
 
 
@@ -74,13 +72,7 @@ def test_waits_for_a_rank_that_never_comes_expire(monkeypatch, conditions, absen
         one.run(encode_logits(1), [3], seed, LIMIT_NS, torch.zeros(1, 50))
         told, other = (one.ranks[r].error.tolist() for r in (1 - absent, absent))
         flag, _, step, layer, _, seen, wanted, reported, _ = told
-        assert (flag, STEPS[step], layer, seen, wanted) == (
-            1,
-            "attention_out",
-            0,
-            0,
-            1,
-        ) and reported
+        assert (flag, STEPS[step], layer, seen, wanted) == (1, "attention_out", 0, 0, 1) and reported
         assert other == [0] * 8 + [1]
 
 

@@ -30,11 +30,7 @@ from tests.lib.hip_machine import install, save_model
 from tests.lib.slow import some_always
 
 GPU = replace(GPUS["mi300x"], num_blocks=8)
-ONE, TWO, CHUNKS = (
-    "the kernel of one token",
-    "the kernel of 2 requests a step",
-    "the kernel of 2 tokens of a prompt",
-)
+ONE, TWO, CHUNKS = ("the kernel of one token", "the kernel of 2 requests a step", "the kernel of 2 tokens of a prompt")
 # Of a header of the columns' products (include/kog): what stands there -> what is planted.
 ROWS = "a lane takes another's rows of what comes out"
 LANES = {

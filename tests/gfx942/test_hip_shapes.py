@@ -23,11 +23,7 @@ from tests.lib.triton_cases import plain
 
 CONTEXT = 4096
 # Width, and what is short where products and quotients have few bits; 304: a block for each CU of an MI300X.
-GRIDS = {
-    7: (640, {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}),
-    33: (640, {"V_MIN_U16", "V_CMP_LT_I16"}),
-    304: (2432, set()),
-}
+GRIDS = {7: (640, {"V_MAD_LEGACY_U16", "V_CMP_LT_I16"}), 33: (640, {"V_MIN_U16", "V_CMP_LT_I16"}), 304: (2432, set())}
 
 
 @pytest.mark.parametrize("num_blocks", some_always(GRIDS, 33))
@@ -90,13 +86,7 @@ NO_COLUMNS = {"llama-3.3-70b", "mistral-large-123b", "qwen2.5-7b", "llama-2-7b"}
 SCRATCH = {("mistral-large-123b", 1): 8, ("mistral-large-123b", 8): 72, ("llama-3.3-70b", 8): 44}
 OF_RANKS = [
     (name, ranks)
-    for name in (
-        "laneformer-2b",
-        "llama-3.1-8b",
-        "qwen3-32b",
-        "llama-3.3-70b",
-        "mistral-large-123b",
-    )
+    for name in ("laneformer-2b", "llama-3.1-8b", "qwen3-32b", "llama-3.3-70b", "mistral-large-123b")
     for ranks in (2, 4, 8)
 ]
 

@@ -161,8 +161,7 @@ WALKED = [("laneformer", "")]
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"),
-    some_always([*itertools.product(CASES, VARIANTS), *FULL_OBJECTS], *WALKED),
+    ("name", "variant"), some_always([*itertools.product(CASES, VARIANTS), *FULL_OBJECTS], *WALKED)
 )
 def test_nothing_is_amiss_on_any_way_through_the_triton_kernel(name, variant):
     one = compiled(name, variant).code_object

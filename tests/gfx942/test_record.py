@@ -95,10 +95,7 @@ def stale(kept):
 
 def of_today(kept):
     """A copy of the record that names today's objects, of those that are quickly compiled."""
-    kept, today = (
-        copy.deepcopy(kept),
-        {name: make("litmus.hip").sha256 for name, make in HERE.items()},
-    )
+    kept, today = (copy.deepcopy(kept), {name: make("litmus.hip").sha256 for name, make in HERE.items()})
     for row in kept["requests"]:
         if row["request"] == "greedy":
             row["object"] = compiled(row["case"]).code_object.sha256

@@ -118,10 +118,7 @@ def test_swizzles(name):
     np.testing.assert_array_equal(o, np.where(LANE < 40, np.where(source < 40, a[source], 0), before))
 
 
-@pytest.mark.parametrize(
-    ("name", "lanes"),
-    [("dpp_row_mirror_zero_odd", (1, 14)), ("swizzle_xor_16_low", (32, 48))],
-)
+@pytest.mark.parametrize(("name", "lanes"), [("dpp_row_mirror_zero_odd", (1, 14)), ("swizzle_xor_16_low", (32, 48))])
 def test_what_reads_a_lane_that_is_off_is_a_fault_in_adversarial_memory(name, lanes):
     with pytest.raises(Fault, match="lane {} reads lane {}, which is off".format(*lanes)):
         run(name, words(1), words(2), memory=WEAK)
@@ -234,10 +231,7 @@ def test_two_waves_that_add_to_lds_do_not_race():
     np.testing.assert_array_equal(wide, sums << np.uint64(20))
     raced = Kernel(clang.code_object("cross_lane.hip", "-DRACE_WITH_SUMS"), "lds_sums")
     with pytest.raises(Fault, match="a race for byte"):
-        raced.run(
-            Launch([a.ctypes.data, o.ctypes.data], (1, 1, 1), (2 * LANES, 1, 1)),
-            [Buffer(a), Buffer(o)],
-        )
+        raced.run(Launch([a.ctypes.data, o.ctypes.data], (1, 1, 1), (2 * LANES, 1, 1)), [Buffer(a), Buffer(o)])
 
 
 def test_scalar_loads_and_fences():

@@ -18,10 +18,7 @@ from tests.lib.gfx942.requests import ASKED, ENDS, LIVES, expected, run_request
 from tests.lib.gfx942.triton_backend import Conditions, ExecutedBackend, serve
 from tests.lib.gfx942.triton_cases import CASES, LATE
 
-RUNS = [
-    Conditions(Memory(quantum=4000), 1),
-    Conditions(WEAK, 2, xcc=lambda group: group * 5 % 7),
-]
+RUNS = [Conditions(Memory(quantum=4000), 1), Conditions(WEAK, 2, xcc=lambda group: group * 5 % 7)]
 
 
 IDS = ["plain", "adversarial"]

@@ -439,12 +439,7 @@ class Phase:
         return f"{'kernels' if self.outputs else 'copies'}, {graphs}, {'turns' if self.prefix else 'no turns'}"
 
 
-PHASES = (
-    Phase(),
-    Phase(prefix=False),
-    Phase(graphs=False),
-    Phase(outputs=False, graphs=False),
-)
+PHASES = (Phase(), Phase(prefix=False), Phase(graphs=False), Phase(outputs=False, graphs=False))
 
 
 def opened(shape: str, gpus: int, outputs: bool) -> Any:

@@ -25,11 +25,7 @@ pytestmark = pytest.mark.gpu
 SMALL = spec_of(dtype=DType.F16, vocab_size=100, max_context=512)
 SPECS = {  # positions compared, most that logits may be off
     "fp16": (SMALL, 200, 0.03),
-    "bf16, biases": (
-        spec_of(vocab_size=100, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True),
-        60,
-        0.15,
-    ),
+    "bf16, biases": (spec_of(vocab_size=100, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True), 60, 0.15),
     "lanes, sum": (mixed_lanes(Head.SUM_THEN_NORM, max_context=512), 200, 0.04),
     "lanes, vocab parallel": (mixed_lanes(Head.VOCAB_PARALLEL, max_context=512), 200, 0.04),
     "llama-3.2-1b": (named_shape("llama-3.2-1b"), 80, 0.45),

@@ -23,12 +23,7 @@ pytestmark = pytest.mark.gpu
 TIMEOUT_S = 300
 OURS = ("--kernel-name", "kernel_substring=kog_")
 # initcheck watches every kernel: torch's are what fills memory
-TOOLS = {
-    "memcheck": OURS,
-    "racecheck": OURS,
-    "synccheck": OURS,
-    "initcheck": (),
-}
+TOOLS = {"memcheck": OURS, "racecheck": OURS, "synccheck": OURS, "initcheck": ()}
 # What racecheck follows the ring by; the others judge the kernel as it is.
 NO_FAULT = {"racecheck": "all arrive"}
 # initcheck takes the longest: of the kernels that differ in what they read.

@@ -33,12 +33,7 @@ class Plain(RoundRobin):
 SPECS = {
     "fp16, windows": spec_of(dtype=DType.F16, windows=(5, 0, 900), max_context=4096),
     "one key head, head_dim 24": spec_of(
-        dtype=DType.F16,
-        hidden_size=200,
-        num_heads=10,
-        num_kv_heads=1,
-        head_dim=24,
-        max_context=4096,
+        dtype=DType.F16, hidden_size=200, num_heads=10, num_kv_heads=1, head_dim=24, max_context=4096
     ),
     "llama-3.2-1b": named_shape("llama-3.2-1b"),
     "laneformer-2b": named_shape("laneformer-2b").replace(dtype=DType.F16),

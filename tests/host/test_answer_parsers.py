@@ -15,13 +15,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "f",
-            "parameters": {
-                "properties": {
-                    "n": {"type": "integer"},
-                    "o": {"type": "object"},
-                    "s": {"type": "string"},
-                }
-            },
+            "parameters": {"properties": {"n": {"type": "integer"}, "o": {"type": "object"}, "s": {"type": "string"}}},
         },
     }
 ]
@@ -38,16 +32,8 @@ CASES = {
     "plain": (("hermes", True), "Hello < there.", ("", "Hello < there.", [])),
     "thinks": (("hermes", True), "<think>\na < b\n\n</think>\n\nYes.", ("a < b", "Yes.", [])),
     "thinks and calls": (("hermes", True), f"<think>x</think>\n{HERMES}", ("x", "", [HERMES_CALL])),
-    "calls in thoughts are thoughts": (
-        ("hermes", True),
-        f"<think>{HERMES}</think>a",
-        (HERMES, "a", []),
-    ),
-    "two calls": (
-        ("hermes", False),
-        f"Look: {HERMES}\n{HERMES}",
-        ("", "Look: ", [HERMES_CALL] * 2),
-    ),
+    "calls in thoughts are thoughts": (("hermes", True), f"<think>{HERMES}</think>a", (HERMES, "a", [])),
+    "two calls": (("hermes", False), f"Look: {HERMES}\n{HERMES}", ("", "Look: ", [HERMES_CALL] * 2)),
     "never ends": (("hermes", True), "<think>\nand so on </thi", ("and so on </thi", "", [])),
     "coder": (("qwen3_coder", False), f"Now. {CODER}\n", ("", "Now. ", [CODER_CALL])),
     "coder, two": (("qwen3_coder", True), f"{CODER}\n{CODER}", ("", "", [CODER_CALL] * 2)),

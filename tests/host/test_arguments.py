@@ -12,10 +12,7 @@ from kog_triton.errors import RequestError
 
 @pytest.mark.parametrize("name", commands())
 def test_a_wrong_usage_is_one_line_that_says_where_help_is(name, capsys):
-    needed = {
-        "bench": ["decode"],
-        "quantize": ["--model", "m", "--out", "o", "--format", "fp8-block"],
-    }
+    needed = {"bench": ["decode"], "quantize": ["--model", "m", "--out", "o", "--format", "fp8-block"]}
     with pytest.raises(SystemExit) as end:
         import_module(f"kog_triton.{name}").main([*needed.get(name, []), "--no-such-option"])
     out, err = capsys.readouterr()

@@ -19,10 +19,7 @@ def places(tmp_path, monkeypatch):
     for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    kernels, typed = (
-        tmp_path / "XDG_CACHE_HOME/kog_triton/cuda",
-        tmp_path / "XDG_STATE_HOME/kog_triton",
-    )
+    kernels, typed = (tmp_path / "XDG_CACHE_HOME/kog_triton/cuda", tmp_path / "XDG_STATE_HOME/kog_triton")
     for folder in (kernels, typed, tmp_path / "hub" / "deep", tmp_path / "TRITON_CACHE_DIR"):
         folder.mkdir(parents=True)
     (kernels / "a.cubin").write_bytes(b"x" * 1_500_000)
@@ -85,12 +82,7 @@ def test_doctor_shows_caches_memory_and_optional_packages(places, monkeypatch, c
     assert f"cuda 2.0 MB {places / 'XDG_CACHE_HOME/kog_triton/cuda'}" in lines
     assert f"history 0.0 MB {places / 'XDG_STATE_HOME/kog_triton/history'} cannot be written" in lines
     assert any(line.startswith("llguidance ") and "--regex" in line for line in lines)
-    assert doctor.memory and set(doctor.examine()["optional"]) == {
-        "llguidance",
-        "gguf",
-        "transformers",
-        "matplotlib",
-    }
+    assert doctor.memory and set(doctor.examine()["optional"]) == {"llguidance", "gguf", "transformers", "matplotlib"}
 
 
 def test_memory_is_the_machine_s():

@@ -8,12 +8,7 @@ import torch
 
 from kog_triton.checkpoint import narrow_random, quantizing
 from kog_triton.checkpoint.formats.packed import pack_words, unpack_nibbles, unpack_words
-from kog_triton.checkpoint.formats.patterns import (
-    Excluded,
-    group_and_excluded,
-    names,
-    regexes,
-)
+from kog_triton.checkpoint.formats.patterns import Excluded, group_and_excluded, names, regexes
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
@@ -76,8 +71,7 @@ def test_a_name_excludes_what_begins_with_it_up_to_a_dot_and_what_ends_with_it()
 
 
 @pytest.mark.parametrize(
-    ("said", "group"),
-    [({}, 128), ({"group_size": -1}, 0), ({"group_size": 1}, 1), ({"group_size": 65536}, 65536)],
+    ("said", "group"), [({}, 128), ({"group_size": -1}, 0), ({"group_size": 1}, 1), ({"group_size": 65536}, 65536)]
 )
 def test_columns_of_a_group(said, group):
     config = Config(said | {"modules_to_not_convert": ["x"]})
@@ -121,13 +115,7 @@ def test_random_weights_have_their_spread():
             assert w.std().item() == pytest.approx(wanted, rel=0.2) and abs(w.mean()) < 0.2 * wanted
     again = RandomWeights(spec, seed=4, dtype=torch.float32)
     assert not torch.equal(again.load("embed"), weights.load("embed"))
-    for name in (
-        "layers.2.q_proj",
-        "layers.{}.q_proj",
-        "layers.x.q_proj",
-        "nothing",
-        "layers.-1.q_proj",
-    ):
+    for name in ("layers.2.q_proj", "layers.{}.q_proj", "layers.x.q_proj", "nothing", "layers.-1.q_proj"):
         with pytest.raises(ModelError, match=re.escape(f"the model has no weight {name!r}")):
             weights.load(name)
 

@@ -173,14 +173,7 @@ def test_a_gpu_that_is_hidden_or_that_no_backend_takes_is_no_error(machine, monk
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [
-        ("", "cuda"),
-        ("cpu", "reference"),
-        ("nvidia", "cuda"),
-        ("h200", "cuda"),
-        ("amd", "triton"),
-        ("mi300x", "triton"),
-    ],
+    [("", "cuda"), ("cpu", "reference"), ("nvidia", "cuda"), ("h200", "cuda"), ("amd", "triton"), ("mi300x", "triton")],
 )
 def test_auto_serves_the_kind_of_device_that_is_asked_for(machine, device, name):
     machine("NVIDIA H200")
@@ -204,11 +197,7 @@ def test_what_a_backend_lacks_is_said_to_who_names_it(machine):
 
 def test_auto_takes_the_first_that_can_run_and_says_why(monkeypatch, plugins):
     monkeypatch.syspath_prepend(str(plugins))
-    assert ranked() == [
-        "cuda",
-        "triton",
-        "reference",
-    ]  # and no third party's, which is taken by name
+    assert ranked() == ["cuda", "triton", "reference"]  # and no third party's, which is taken by name
     choice = choose("auto")
     for name in ranked()[: ranked().index(choice.name)]:
         seen = look_at(name)

@@ -139,25 +139,12 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
         "repetition_penalty": 1.25, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logprobs": 2,
         "min_tokens": 2, "n": 2,
     }  # fmt: skip
-    machine = {
-        "device": "cpu",
-        "gpus": 2,
-        "dtype": "fp16",
-        "max_model_len": 64,
-        "prefill": "kernel",
-    }
+    machine = {"device": "cpu", "gpus": 2, "dtype": "fp16", "max_model_len": 64, "prefill": "kernel"}
     machine |= {"walk": "block"}
     said = [f"--{name.replace('_', '-')}={value}" for name, value in (sampling | machine).items()]
     file = tmp_path / "run.json"
     flags = [*said, "--stop", "zz", "--ignore-eos", "--json", str(file)]
-    flags += [
-        "--bad-words",
-        "no",
-        "--bad-words=never",
-        "--logit-bias",
-        "5=-2.5",
-        "--logit-bias=7=1",
-    ]
+    flags += ["--bad-words", "no", "--bad-words=never", "--logit-bias", "5=-2.5", "--logit-bias=7=1"]
     assert cli("-p", "abc", "--quiet", *flags)[0] == 0
     record = json.loads(file.read_text())
     wanted = sampling | {"stop": ["zz"], "ignore_eos": True, "bad_words": ["no", "never"]}
@@ -168,11 +155,7 @@ def test_every_flag_reaches_the_model_or_the_sampling(cli, tmp_path):
     assert params | {"stop": list(params["stop"])} == wanted
     renamed = {"gpus": "num_gpus", "max_model_len": "max_context"}
     options = {renamed.get(name, name): value for name, value in machine.items()}
-    assert record["backend"]["options"] == options | {
-        "num_slots": 2,
-        "num_blocks": 0,
-        "memory_share": 1.0,
-    }
+    assert record["backend"]["options"] == options | {"num_slots": 2, "num_blocks": 0, "memory_share": 1.0}
     assert record["model"]["max_context"] == 64 and len(record["output"]["outputs"]) == 2
     cli("-p", "abc", "--quiet", "--num-slots", "3", "--json", str(file))
     assert json.loads(file.read_text())["backend"]["options"]["num_slots"] == 3
@@ -269,21 +252,7 @@ def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kog", "generate", "-p", "abc"])
     file = tmp_path / "run.json"
     before = datetime.now(UTC).replace(microsecond=0)
-    assert (
-        cli(
-            "-p",
-            "say:ab",
-            "--max-model-len",
-            "100",
-            "--stop",
-            "x",
-            "--seed",
-            "5",
-            "--json",
-            str(file),
-        )[0]
-        == 0
-    )
+    assert cli("-p", "say:ab", "--max-model-len", "100", "--stop", "x", "--seed", "5", "--json", str(file))[0] == 0
     record = json.loads(file.read_text())
     assert before <= datetime.fromisoformat(record["created"]) <= datetime.now(UTC)
     spec = Checkpoint.open(folder).spec
@@ -319,11 +288,7 @@ def test_the_record_says_what_ran_where(cli, folder, tmp_path, monkeypatch):
         (["-p", "x", "--system", "s"], 2, "--system needs a conversation"),
         (["-p", "x", "--json", "/no/such/folder/x.json"], 2, "no folder /no/such/folder"),
         (["-p", "say:", "--json", "/"], 2, "--json /: Is a directory"),
-        (
-            ["-p", "say:", "--json", "/dev/full"],
-            2,
-            "--json /dev/full: cannot be written: No space left",
-        ),
+        (["-p", "say:", "--json", "/dev/full"], 2, "--json /dev/full: cannot be written: No space left"),
         (["-p", "x", "--bogus"], 2, "unrecognized arguments: --bogus"),
         (["-p", "x", "--top-k", "many"], 2, "invalid int value: 'many'"),
         (["-p", "x", "--model", ""], 3, "the model has no name"),
@@ -395,11 +360,7 @@ def test_kog_hands_over_to_its_commands(cli, capsys):
 
 
 def test_a_command_of_another_engine_leads_to_ours(capsys):
-    for word, ours in (
-        ("chat", "generate --interactive"),
-        ("quantise", "quantize"),
-        ("serv", "serve"),
-    ):
+    for word, ours in (("chat", "generate --interactive"), ("quantise", "quantize"), ("serv", "serve")):
         assert kog.main([word]) == 2
         assert capsys.readouterr().err.endswith(f": did you mean {ours}?\n")
     assert kog.main(["fly"]) == 2 and "did you mean" not in capsys.readouterr().err

@@ -138,12 +138,7 @@ def test_on_a_terminal_the_lines_of_a_log_wait_for_the_end_of_the_text(plugins, 
 def panicking(folder):
     """A fake checkpoint whose pattern takes a text of many x apart for ever, until the library panics."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": "(x+x+)+y"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split]}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return str(folder)
@@ -165,8 +160,7 @@ def test_a_panic_of_the_tokenizer_is_one_line(plugins, tmp_path, talk):
 
 
 @pytest.mark.parametrize(
-    ("error", "kept"),
-    [("None", True), ("RequestError('no')", True), ("PanicException('no')", False)],
+    ("error", "kept"), [("None", True), ("RequestError('no')", True), ("PanicException('no')", False)]
 )
 def test_what_others_write_to_stderr_is_kept_but_for_a_panic(error, kept):
     code = (

@@ -95,20 +95,14 @@ def test_a_model_without_a_template_is_known_before_its_weights(unopened, tmp_pa
 
 def test_a_missing_library_is_known_before_the_weights(unopened, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "kog_triton.text.grammar.find_spec",
-        lambda name: None if name == "llguidance" else real(name),
-    )
+    monkeypatch.setattr("kog_triton.text.grammar.find_spec", lambda name: None if name == "llguidance" else real(name))
     code, _, err = unopened("-p", "x", "--choice", "a", "--choice", "b")
     assert code == 2 and "structured_outputs needs llguidance: pip install" in err
 
 
 def test_stdin_is_read_as_bytes_and_up_to_a_bound(unopened, monkeypatch):
     """In the C locale and in containers Python's own reading hides which bytes are no text."""
-    for data, says in (
-        (b"ab\xffcd", "--prompt -: not UTF-8 at byte 2"),
-        (b"a" * 101, "--prompt -: longer than 0 MiB"),
-    ):
+    for data, says in ((b"ab\xffcd", "--prompt -: not UTF-8 at byte 2"), (b"a" * 101, "--prompt -: longer than 0 MiB")):
         stdin = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="surrogateescape")
         monkeypatch.setattr("sys.stdin", stdin)
         monkeypatch.setattr("kog_triton.cli.request.MAX_PROMPT_BYTES", 100)

@@ -173,10 +173,7 @@ def test_an_answer_is_part_of_the_talk(cli, monkeypatch):
 
     monkeypatch.setattr(LLM, "stream", noted)
     talk(cli, monkeypatch, "say:one\nsay:two\n", "--quiet", "-m", "3")
-    assert prompts == [
-        "[user]say:one\n[assistant]",
-        "[user]say:one\n[assistant]one\n[user]say:two\n[assistant]",
-    ]
+    assert prompts == ["[user]say:one\n[assistant]", "[user]say:one\n[assistant]one\n[user]say:two\n[assistant]"]
 
 
 def test_a_full_context_forgets_what_is_oldest(cli, monkeypatch):

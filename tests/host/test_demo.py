@@ -19,15 +19,7 @@ from kog_triton.demo.licenses import decide
 from kog_triton.demo.model import Decoder, Shape
 from kog_triton.demo.record import record
 from kog_triton.errors import ModelError, RunError
-from tests.lib.demo_cases import (
-    LLAMA,
-    SETTINGS,
-    TINY,
-    ids_of,
-    laneformer_shapes,
-    read_shards,
-    spread,
-)
+from tests.lib.demo_cases import LLAMA, SETTINGS, TINY, ids_of, laneformer_shapes, read_shards, spread
 from tests.lib.text_samples import SNIPPET
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,13 +193,7 @@ def test_the_trained_llama_is_what_transformers_computes_and_each_tensor_counts(
 
 
 def test_record_joins_two_finished_runs_and_refuses_others(tmp_path: Path) -> None:
-    state = {
-        "step": 9,
-        "seconds": 1.25,
-        "shape": {},
-        "settings": SETTINGS.__dict__,
-        "curve": [[9, 2.5]],
-    }
+    state = {"step": 9, "seconds": 1.25, "shape": {}, "settings": SETTINGS.__dict__, "curve": [[9, 2.5]]}
     files = {
         "state": state,
         "short": {**state, "step": 8},

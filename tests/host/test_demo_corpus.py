@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kog_triton.demo.corpus import (
-    Document,
-    Source,
-    build,
-    clean,
-    content_hash,
-    held_out_prefixes,
-)
+from kog_triton.demo.corpus import Document, Source, build, clean, content_hash, held_out_prefixes
 from kog_triton.demo.functions import functions
 from kog_triton.demo.licenses import decide
 from kog_triton.demo.model import Shape
@@ -39,13 +32,7 @@ from tests.lib.text_samples import SNIPPET
         ([("License-Expression", "LicenseRef-Proprietary")], False),
         ([("License-Expression", "GPL-3.0-only"), ("License", "MIT")], False),
         ([("Classifier", "License :: OSI Approved :: MIT License")], True),
-        (
-            [
-                ("Classifier", "License :: OSI Approved"),
-                ("Classifier", "License :: OSI Approved :: BSD License"),
-            ],
-            True,
-        ),
+        ([("Classifier", "License :: OSI Approved"), ("Classifier", "License :: OSI Approved :: BSD License")], True),
         (
             [
                 ("Classifier", "License :: OSI Approved :: MIT License"),

@@ -113,8 +113,7 @@ def test_llama_tensors_can_be_turned_back() -> None:
     tensors = dict(spread(TINY.twin()).state_dict())
     there = llama_tensors(tensors, TINY.num_heads)
     assert not torch.equal(
-        there["model.layers.0.self_attn.q_proj.weight"],
-        tensors["model.layers.0.attention.wq.weight"][0],
+        there["model.layers.0.self_attn.q_proj.weight"], tensors["model.layers.0.attention.wq.weight"][0]
     )
     back = from_llama_tensors(there, TINY.num_heads)
     assert list(back) == list(tensors)

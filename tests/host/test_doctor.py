@@ -93,10 +93,7 @@ def test_doctor_says_which_part_of_a_gpu_is_ours(monkeypatch, name, percent, sha
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.126.09  Release\nGCC 13.2",
-            "580.126.09",
-        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.126.09  Release\nGCC 13.2", "580.126.09"),
         ("6.12.12\n", "6.12.12"),
         ("of a vendor without numbers\n", "of a vendor without numbers"),
         (None, None),

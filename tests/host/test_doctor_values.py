@@ -95,12 +95,7 @@ def test_a_cache_is_as_large_as_its_files_and_writable_where_its_folder_is(tmp_p
     nowhere = {"name": "c", "path": None, "bytes": 0, "writable": False}
     assert doctor.cache_found(cache(None)) == nowhere
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert doctor.cache_found(cache(tmp_path)) == {
-        "name": "c",
-        "path": str(tmp_path),
-        "bytes": 0,
-        "writable": False,
-    }
+    assert doctor.cache_found(cache(tmp_path)) == {"name": "c", "path": str(tmp_path), "bytes": 0, "writable": False}
 
 
 ALL = {

@@ -29,13 +29,7 @@ def folder(tmp_path_factory):
 
 def test_prompts_in_every_shape_give_the_same_answer(llm):
     ids = list(b"abc")
-    shapes = [
-        "abc",
-        ["abc"],
-        {"prompt_token_ids": ids},
-        [{"prompt_token_ids": ids}],
-        {"prompt": "abc"},
-    ]
+    shapes = ["abc", ["abc"], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], {"prompt": "abc"}]
     outputs = [llm.generate(shape, GREEDY) for shape in shapes]
     assert all(len(o) == 1 and o[0].prompt_token_ids == ids and o[0].finished for o in outputs)
     assert len({o[0].outputs[0].text for o in outputs}) == 1

@@ -62,9 +62,6 @@ def test_a_conversation_finds_its_beginning_in_the_cache(example, tmp_path):
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").symlink_to(DATA / "chat_templates" / "chatml.jinja")
     out, err = example("chat.py", tmp_path)
-    assert re.findall("^> .*$", out, re.MULTILINE) == [
-        "> Name a sorting algorithm.",
-        "> Write it in Python.",
-    ]
+    assert re.findall("^> .*$", out, re.MULTILINE) == ["> Name a sorting algorithm.", "> Write it in Python."]
     cached = re.findall(r"\[(\d+) of (\d+) prompt tokens", err)
     assert cached[0][0] == "0" and 40 < int(cached[1][0]) < int(cached[1][1])

@@ -108,10 +108,7 @@ def test_every_exchange_of_ranks_is_proved(ranks):
     spec = spec_of(num_heads=8, num_kv_heads=8, vocab_size=104)
     kernel = kernel_of(spec, "decode", ranks)
     used = {e.name for e in kernel.exchanges if e.is_used and e.name.startswith(("mlp_", "attention_"))}
-    assert {n for n in used if kernel.exchange(n).layers != ()} == {
-        "attention_out_now",
-        "mlp_out_now",
-    }
+    assert {n for n in used if kernel.exchange(n).layers != ()} == {"attention_out_now", "mlp_out_now"}
     check_kernel(kernel, ends=True)
     with pytest.raises(ModelError, match="argmax: 1 buffers rotate"):
         check_kernel(change(kernel, "argmax", buffers=1), ends=True)

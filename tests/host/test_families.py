@@ -64,10 +64,7 @@ HF_CASES = {
     "mistral_full": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 10}),
-    "qwen2_window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3_bias_tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3_layer_types": (
@@ -237,8 +234,7 @@ def test_named_shapes_have_the_published_size(name, parameters):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["smollm2-135m", "llama-2-7b", "qwen3-14b", "qwen3-32b", "llama-3.3-70b", "mistral-large-123b"],
+    "name", ["smollm2-135m", "llama-2-7b", "qwen3-14b", "qwen3-32b", "llama-3.3-70b", "mistral-large-123b"]
 )
 def test_a_named_shape_has_its_published_arithmetic(name):
     """What no count of parameters shows: heads, norms, RoPE, context and the weights' type."""

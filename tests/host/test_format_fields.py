@@ -152,10 +152,7 @@ def test_a_group_without_weights_or_a_format():
 
 
 INT8 = {"weights": {"num_bits": 8}, "targets": []}
-COMPRESSED = {
-    "config_groups": {"a": {"weights": {"num_bits": 8}, "targets": ["Linear"]}},
-    "format": "int-quantized",
-}
+COMPRESSED = {"config_groups": {"a": {"weights": {"num_bits": 8}, "targets": ["Linear"]}}, "format": "int-quantized"}
 
 
 @pytest.mark.parametrize(
@@ -206,12 +203,7 @@ def test_which_group_of_compressed_tensors_a_module_has():
     assert found(alone, weight=("I8", (16, 64)), weight_scale=("F32", (16, 1))).group_rows == 1
     said = wrong(alone, weight=("I8", (16, 64)), weight_scale=("F32", (16, 2)))
     assert "has shape [16, 2], config.json asks for [16, 1]" in said
-    ignoring = scheme(
-        "compressed-tensors",
-        config_groups={"all": groups["all"]},
-        format="int-quantized",
-        ignore=["m"],
-    )
+    ignoring = scheme("compressed-tensors", config_groups={"all": groups["all"]}, format="int-quantized", ignore=["m"])
     assert "stored narrow although quantization_config ignores it" in wrong(ignoring, weight=("I8", (16, 64)))
     assert "as its format 'int-quantized' says" in wrong(alone, weight_packed=("I32", (16, 16)))
 
@@ -271,10 +263,7 @@ def test_awq_takes_words_along_the_rows():
     ],
 )
 def test_fields_that_are_not_read(method, fields, field):
-    said = refusal(
-        method,
-        **({"bits": 4, "zero_point": True, "group_size": 32} if method == "awq" else {}) | fields,
-    )
+    said = refusal(method, **({"bits": 4, "zero_point": True, "group_size": 32} if method == "awq" else {}) | fields)
     assert said.startswith(f"config.json: quantization_config.{field}"), said
 
 
@@ -286,12 +275,7 @@ def test_gptq_takes_words_along_the_columns():
     assert found(read, **GPTQ) == WeightFormat(Code.UINT4, 1, 32, Scale.F16, Offset.ZERO_POINT)
     symmetric = scheme("gptq", bits=4, group_size=32, sym=True)
     assert found(symmetric, g_idx=("I32", (64,)), **GPTQ) == WeightFormat(Code.UINT4, 1, 32, Scale.F16)
-    for name, shape in (
-        ("qweight", (4, 16)),
-        ("qzeros", (4, 2)),
-        ("qzeros", (2, 1)),
-        ("scales", (2, 8)),
-    ):
+    for name, shape in (("qweight", (4, 16)), ("qzeros", (4, 2)), ("qzeros", (2, 1)), ("scales", (2, 8))):
         changed = GPTQ | {name: (GPTQ[name][0], shape)}
         assert f"has shape {list(shape)}, config.json asks for" in wrong(read, **changed)
     assert "g_idx' has shape [63]" in wrong(read, g_idx=("I32", (63,)), **GPTQ).replace('"', "'")
@@ -309,11 +293,7 @@ def test_fp8_takes_a_grid_of_scales_or_one():
     assert one.block == (0, 0) and "dynamic" in one.notes[0]
     assert "static" in scheme("fp8", activation_scheme="static").notes[0]
     for shape in ((), (1,), (1, 1)):
-        tensors = {
-            "weight": ("F8_E4M3", (16, 64)),
-            "weight_scale": ("BF16", shape),
-            "input_scale": ("F32", ()),
-        }
+        tensors = {"weight": ("F8_E4M3", (16, 64)), "weight_scale": ("BF16", shape), "input_scale": ("F32", ())}
         assert found(one, **tensors) == WeightFormat(Code.E4M3, 0, 0, Scale.BF16)
     said = wrong(one, weight=("F8_E4M3", (16, 64)), weight_scale=("F32", (16, 1)))
     assert "weight_scale has shape [16, 1]: without weight_block_size it is one value" in said

@@ -223,8 +223,7 @@ def test_narrow_activations_of_either_side_are_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"),
-    [("int4-g128", 4.125), ("int4-g32", 4.5), ("mxfp4", 4.25), ("fp8-block", 8 + 32 / 128**2)],
+    ("name", "bits"), [("int4-g128", 4.125), ("int4-g32", 4.5), ("mxfp4", 4.25), ("fp8-block", 8 + 32 / 128**2)]
 )
 def test_bits_of_a_weight(name, bits):
     assert FORMATS[name].bytes(4096, 4096) == 4096 * 4096 * bits / 8

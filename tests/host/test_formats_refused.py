@@ -36,11 +36,7 @@ CONFIGS = [
     ("gptq_v1", lambda q: q.update(dynamic={"-:.*": {}}), "dynamic is"),
     ("gptq_v1", lambda q: q.update(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
     ("gptq_v1", lambda q: q.update(group_size=64), "qzeros.*shape"),
-    (
-        "gptq_v1",
-        lambda q: q.update(checkpoint_format="gptq", format="gptq_v2"),
-        "format is 'gptq_v2'",
-    ),
+    ("gptq_v1", lambda q: q.update(checkpoint_format="gptq", format="gptq_v2"), "format is 'gptq_v2'"),
     ("awq_g128", lambda q: q.update(format="gemv"), "format is 'gemv'"),
     ("ct_int4_g32", lambda q: q.update(config_groups={"\n\x1b[2J": 5}), r"\\n\\x1b\[2J is 5"),
     ("ct_int4_g32", lambda q: q.update(config_groups={"x" * 1000: 5}), "x is 5"),
@@ -95,21 +91,13 @@ TENSORS = [
     ),
     ("fp8_block", lambda t: t.update({"x.weight": torch.ones(1)}), "'x.weight' is not part"),
     ("awq_g32", lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].float()}), "qzeros.*F32"),
-    (
-        "awq_g32",
-        lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:-1].clone()}),
-        "scales.*shape",
-    ),
+    ("awq_g32", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:-1].clone()}), "scales.*shape"),
     ("gptq_v1", lambda t: t[f"{DOWN}.g_idx"].copy_(t[f"{DOWN}.g_idx"].flip(0)), "act-order"),
     ("gptq_v1", lambda t: t[f"{Q}.qzeros"].fill_(-1), "for 0 or for 16"),
     ("gptq_v1_symmetric", lambda t: t[f"{Q}.qzeros"].fill_(0), "sym is true"),
     ("ct_int4_g32", lambda t: t[f"{Q}.weight_shape"].fill_(7), "weight_shape is not"),
     ("ct_int4_g32", lambda t: t.update({f"{Q}.weight_g_idx": torch.ones(128)}), "reorders columns"),
-    (
-        "ct_int8",
-        lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.uint8)}),
-        "stored as U8",
-    ),
+    ("ct_int8", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.uint8)}), "stored as U8"),
     ("mxfp4", lambda t: t[f"{Q}.weight_scales"].fill_(255), "not finite"),
 ]
 

@@ -197,10 +197,7 @@ def after(data, text):
         (lambda d: d[:-100_000], "do not lie in the file"),
         (lambda d: d.replace(b"llama", b"lLama", 1), "general.architecture is 'lLama'"),
         (lambda d: d.replace(b"llama.block_count", b"lLama.block_count"), "block_count is missing"),
-        (
-            lambda d: d.replace(b"llama.rope.freq_base", b"llama.context_lengt"),
-            "twice|missing|holds|not",
-        ),
+        (lambda d: d.replace(b"llama.rope.freq_base", b"llama.context_lengt"), "twice|missing|holds|not"),
         (lambda d: word(d, after(d, "llama.block_count"), 99, 4), "type 99"),
         (lambda d: word(d, after(d, "llama.block_count") + 4, 3, 4), "is missing"),
         (lambda d: word(d, after(d, "llama.block_count") + 4, 1, 4), "is not part"),

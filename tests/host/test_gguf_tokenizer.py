@@ -148,10 +148,7 @@ def test_a_file_answers_like_a_folder(tmp_path):
 def test_templates_by_name(tmp_path):
     def text(writer):
         gguf_cases.byte_level_text(text_samples.make_tokenizer("byte_level"), "gpt-2")(writer)
-        named = [
-            {"name": "default", "template": "plain"},
-            {"name": "tool_use", "template": "tools"},
-        ]
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
         writer.kv_data[0].pop("tokenizer.chat_template")
         writer.add_chat_template(named)
 

@@ -12,13 +12,7 @@ import torch
 
 from kog_triton.backends import launch_queue
 from kog_triton.backends.gpu_entry import GpuEntry
-from kog_triton.backends.launch_queue import (
-    KILLED_S,
-    QUANTUM_S,
-    LaunchQueue,
-    kills_long_kernels,
-    queue_of,
-)
+from kog_triton.backends.launch_queue import KILLED_S, QUANTUM_S, LaunchQueue, kills_long_kernels, queue_of
 from kog_triton.backends.watchdog import Stalled
 from kog_triton.errors import DeviceError
 
@@ -197,10 +191,7 @@ def test_what_an_entry_point_does_is_on_the_backends_own_stream(gpu, how):
 def test_nobody_waits_for_what_failed(gpu):
     """The caller's stream would stand still behind a GPU that does not answer."""
     entry = GpuEntry(GPU)
-    with (
-        pytest.raises(Stalled),
-        entry.serving(lambda: None),
-    ):
+    with pytest.raises(Stalled), entry.serving(lambda: None):
         raise Stalled("silent", lambda: True)
     assert gpu.log == ["own 1 waits for default"]
     with pytest.raises(DeviceError, match="the GPU fell silent"), entry.at_once():

@@ -36,33 +36,15 @@ DESCRIBED = {
     "A100 slice": ("a100", 14, 14, 0.255, False),
     "H200 share": ("h200", 33, 33, 1.2, False),
 }
-HOPPERS = (
-    "H200",
-    "H100 SXM",
-    "H100 PCIe",
-    "H100 NVL",
-    "H800",
-    "H20",
-    "GH200",
-    "H200 slice",
-    "H200 share",
-)
+HOPPERS = ("H200", "H100 SXM", "H100 PCIe", "H100 NVL", "H800", "H20", "GH200", "H200 slice", "H200 share")
 
 
 @pytest.mark.parametrize("which", SEEN)
 def test_a_gpu_is_what_its_driver_says_and_its_row_adds(which):
     gpu, seen = describe(SEEN[which]), SEEN[which]
     found = (gpu.name, gpu.num_sms, gpu.num_blocks, gpu.bandwidth / 1e12, gpu.proven)
-    assert found == (
-        *DESCRIBED[which][:3],
-        pytest.approx(DESCRIBED[which][3], 0.01),
-        DESCRIBED[which][4],
-    )
-    assert (gpu.arch, gpu.shared_bytes, gpu.memory_bytes) == (
-        seen.arch,
-        seen.shared_bytes,
-        seen.memory_bytes,
-    )
+    assert found == (*DESCRIBED[which][:3], pytest.approx(DESCRIBED[which][3], 0.01), DESCRIBED[which][4])
+    assert (gpu.arch, gpu.shared_bytes, gpu.memory_bytes) == (seen.arch, seen.shared_bytes, seen.memory_bytes)
 
 
 def test_a_part_of_a_gpu_is_said():
@@ -114,15 +96,7 @@ class Driver:
 
     def __init__(self, gpus=1, attributes=None):
         self.gpus = gpus
-        self.attributes = {
-            16: 132,
-            36: 3_201_000,
-            37: 6144,
-            38: 60 << 20,
-            75: 9,
-            76: 0,
-            97: 232_448,
-        }
+        self.attributes = {16: 132, 36: 3_201_000, 37: 6144, 38: 60 << 20, 75: 9, 76: 0, 97: 232_448}
         self.attributes |= attributes or {}
 
     def __call__(self, name):
@@ -180,8 +154,7 @@ def test_without_such_a_gpu_the_driver_gives_none(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"),
-    [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a"), ((8, 9), "sm_89")],
+    ("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a"), ((8, 9), "sm_89")]
 )
 def test_code_of_a_capability_is_named_as_compilers_do(capability, arch):
     assert nvidia_driver.arch_of(*capability) == arch

@@ -297,11 +297,7 @@ def test_what_gbnf_takes_is_told_from_lark_and_bounded(bytewise, usual_depth):
     bytewise.compile("grammar", '?start: "a" | "b"')
     long = "\n".join(f'r{i} ::= "a"' for i in range(2000)) + "\nroot ::= r0"
     nested = "root ::= " + "(" * 3000 + '"a"' + ")" * 3000
-    for text, says in (
-        ("root ::= (", "Expected"),
-        (long, "the most of GBNF"),
-        (nested, "recursion"),
-    ):
+    for text, says in (("root ::= (", "Expected"), (long, "the most of GBNF"), (nested, "recursion")):
         with pytest.raises(RequestError, match=rf"structured_outputs.grammar .* is invalid: .*{says}"):
             bytewise.compile("grammar", text)
 

@@ -15,10 +15,7 @@ from tests import ROOT
 from tests.lib.slow import some_always
 
 # says so on stdout's descriptor before the command begins
-BEGIN = [
-    "-c",
-    "import os, sys; from kog_triton.__main__ import entry; os.write(3, b'x'); os.close(3); entry()",
-]
+BEGIN = ["-c", "import os, sys; from kog_triton.__main__ import entry; os.write(3, b'x'); os.close(3); entry()"]
 UPLOADING = ["-m", "tests.lib.uploading_child"]
 COMMANDS = {
     "generate": ["generate", "-p", "def add(a, b):", "--temp", "0", "-m", "24"],
@@ -120,7 +117,4 @@ def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "wb") as full:
         command = Command(argv, stdout=full)
     _, err = command.process.communicate(timeout=SECONDS)
-    assert (command.process.returncode, err) == (
-        2,
-        b"error: No space left on device: standard output\n",
-    )
+    assert (command.process.returncode, err) == (2, b"error: No space left on device: standard output\n")

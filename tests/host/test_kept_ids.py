@@ -13,21 +13,7 @@ from tests.lib.text_samples import CORPUS, KINDS, PLAIN_TOKENS, SPECIAL_TOKENS, 
 
 TEMPLATES = {path.stem: path.read_text() for path in (DATA / "chat_templates").glob("*.jinja")}
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-PIECES = [
-    *SPECIAL_TOKENS,
-    *PLAIN_TOKENS,
-    *CORPUS,
-    " ",
-    "  \n",
-    "\t",
-    "a",
-    "<",
-    "|>",
-    "</S>",
-    "é",
-    "e\u0301",
-    "▁",
-]
+PIECES = [*SPECIAL_TOKENS, *PLAIN_TOKENS, *CORPUS, " ", "  \n", "\t", "a", "<", "|>", "</S>", "é", "e\u0301", "▁"]
 
 
 class Counting:
@@ -119,10 +105,7 @@ def test_a_token_that_looks_around_it_ends_nothing():
     for kind in ("lstrip", "rstrip", "normalized"):
         assert set(special_ends(added(["<new>"], **{kind: True})).values()) == ids
     assert special_ends(added(["<new>"], single_word=True)) == {}
-    assert set(special_ends(added(["</s>!", "<new>"])).values()) == ids - {"</s>"} | {
-        "</s>!",
-        "<new>",
-    }
+    assert set(special_ends(added(["</s>!", "<new>"])).values()) == ids - {"</s>"} | {"</s>!", "<new>"}
 
 
 def test_a_first_piece_that_is_another_one_keeps_nothing():

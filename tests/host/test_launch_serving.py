@@ -31,10 +31,7 @@ class Kernel:
         count = request.max_tokens + 1
         tokens, stamps = np.zeros(count, np.int64), np.zeros(count, np.int64)
         none, mask = np.zeros((count, 0), np.uint64), np.zeros(1, np.uint64)
-        self._words[request.slot], self._made[request.slot] = (
-            SlotWords(tokens, stamps, none, mask),
-            0,
-        )
+        self._words[request.slot], self._made[request.slot] = (SlotWords(tokens, stamps, none, mask), 0)
 
     def words(self, slot):
         return self._words[slot]

@@ -43,18 +43,7 @@ NO_TORCH = (
     "cli.command",
     "server",
 )
-ENTRY_POINTS = {
-    "__main__",
-    "cache",
-    "generate",
-    "quantize",
-    "doctor",
-    "plan",
-    "prebuild",
-    "serve",
-    "bench",
-    "profile",
-}
+ENTRY_POINTS = {"__main__", "cache", "generate", "quantize", "doctor", "plan", "prebuild", "serve", "bench", "profile"}
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -226,16 +215,7 @@ def dangerous(node):
 def test_the_tree_travels_light():
     """24 MiB, as the sum of the files."""
     files = [path for path in ROOT.iterdir() if path.is_file()]
-    for folder in (
-        "kog_triton",
-        "backends",
-        "benchmarks",
-        "constraints",
-        "docs",
-        "examples",
-        "tests",
-        ".ci",
-    ):
+    for folder in ("kog_triton", "backends", "benchmarks", "constraints", "docs", "examples", "tests", ".ci"):
         files += (path for path in (ROOT / folder).rglob("*") if path.is_file())
     assert sum(path.stat().st_size for path in files if path.suffix != ".pyc") <= 24 * 2**20
 

@@ -66,11 +66,7 @@ def test_config_is_refused_by_name(change):
     assert message.startswith("here/config.json: ") and "\n" not in message and len(message) < 400
     (name, value), *_ = change.items()
     # A combination is refused by the spec, in its words; a nested field may be named instead.
-    named = {
-        name,
-        name.replace("num_key_value", "num_kv"),
-        *(value if isinstance(value, dict) else ()),
-    }
+    named = {name, name.replace("num_key_value", "num_kv"), *(value if isinstance(value, dict) else ())}
     assert any(word in message for word in named)
 
 

@@ -20,13 +20,7 @@ from kog_triton.schedule.narrow_packing import pack_narrow
 from kog_triton.schedule.schedule import Epilogue, Op, build
 from kog_triton.schedule.shards import canonical
 from tests.lib.lowering_cases import H200, PROMPT, ArrayWeights, compare_stages, walker_of
-from tests.lib.narrow_stream import (
-    NarrowWeights,
-    matrices_of,
-    narrow_fragments,
-    narrow_spec,
-    row_scales_of,
-)
+from tests.lib.narrow_stream import NarrowWeights, matrices_of, narrow_fragments, narrow_spec, row_scales_of
 
 FP8_FORMATS = {
     "block": FORMATS["fp8-block"],
@@ -45,26 +39,14 @@ FP8_FORMATS = {
     "mxfp4": FORMATS["mxfp4"],
 }
 LONG_K = (384, 896, 4864, 8960, 18944)
-ODD = {
-    "hidden_size": 90,
-    "intermediate_size": 166,
-    "num_heads": 6,
-    "num_kv_heads": 2,
-    "head_dim": 22,
-}
+ODD = {"hidden_size": 90, "intermediate_size": 166, "num_heads": 6, "num_kv_heads": 2, "head_dim": 22}
 
 
 def fp8_sizes(how):
     return (
         ODD
         if how.group_rows != 1 or not how.group_cols
-        else {
-            "hidden_size": 96,
-            "intermediate_size": 160,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 24,
-        }
+        else {"hidden_size": 96, "intermediate_size": 160, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24}
     )
 
 
@@ -141,10 +123,7 @@ def test_a_token_reads_hardly_more_than_the_checkpoint_stores(shape, name):
 def test_what_the_stream_cannot_hold_is_refused():
     spec = narrow_spec(FORMATS["fp8-block"])
     mixed = spec.replace(narrow=spec.narrow[1:])
-    with pytest.raises(
-        ModelError,
-        match=r"q_proj is 16 bits wide and .* is fp8 128x128: a kernel takes one",
-    ):
+    with pytest.raises(ModelError, match=r"q_proj is 16 bits wide and .* is fp8 128x128: a kernel takes one"):
         lower(build(mixed), H200)
     short = WeightFormat(Code.UINT4, 1, 16, Scale.BF16)
     with pytest.raises(ModelError, match="it reads groups that 32 divides, not int4 g16"):

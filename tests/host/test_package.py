@@ -16,16 +16,7 @@ import kog_triton
 from tests import ROOT
 
 MAX_WHEEL_BYTES = 20 << 20
-FOLDERS = {
-    ".ci",
-    "backends",
-    "benchmarks",
-    "constraints",
-    "docs",
-    "examples",
-    "kog_triton",
-    "tests",
-}
+FOLDERS = {".ci", "backends", "benchmarks", "constraints", "docs", "examples", "kog_triton", "tests"}
 USER = """
 from kog_triton import LLM, SamplingParams
 
@@ -60,10 +51,7 @@ def tree(tmp_path_factory):
     # what lies in the checkout beside the project: a folder with a name of its own, such as an environment
     others = {path.name for path in ROOT.iterdir() if path.is_dir()} - FOLDERS
     shutil.copytree(
-        ROOT,
-        tree,
-        symlinks=True,
-        ignore=lambda at, names: skip(at, names) | (others if Path(at) == ROOT else set()),
+        ROOT, tree, symlinks=True, ignore=lambda at, names: skip(at, names) | (others if Path(at) == ROOT else set())
     )
     return tree
 

@@ -202,17 +202,9 @@ def test_a_checkpoint_has_a_plan(plan, tmp_path):
             2,
             "300 blocks: this model takes a multiple of 8, 304 at most",
         ),
-        (
-            [*ON_HIP, "--shape", "llama-3.2-1b", "--blocks", "304"],
-            2,
-            "304 blocks: this model takes 256 at most",
-        ),
+        ([*ON_HIP, "--shape", "llama-3.2-1b", "--blocks", "304"], 2, "304 blocks: this model takes 256 at most"),
         (["--gpus", "16"], 3, "16 GPUs: 8 are the most: choose one of 1, 2, 4, 8"),
-        (
-            ["--shape", "qwen3-32b", "--gpus", "16"],
-            3,
-            "16 GPUs: 8 are the most: choose one of 1, 2, 4, 8",
-        ),
+        (["--shape", "qwen3-32b", "--gpus", "16"], 3, "16 GPUs: 8 are the most: choose one of 1, 2, 4, 8"),
         (
             ["--shape", "qwen3-8b", "--format", "mxfp4", "--backend", "hip", "--device", "mi300x"],
             4,

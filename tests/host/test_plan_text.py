@@ -57,24 +57,12 @@ def test_what_has_no_hip_plan(words, code, said, capsys):
     ("words", "says"),
     [
         ("--shape llama-3.3-70b", None),  # 131 GiB of 141
-        (
-            "--shape mistral-large-123b",
-            "228.4 GiB of weights and has 141: choose --gpus 2 at least, or a",
-        ),
+        ("--shape mistral-large-123b", "228.4 GiB of weights and has 141: choose --gpus 2 at least, or a"),
         ("--shape mistral-large-123b --gpus 2", None),
-        (
-            "--shape llama-3.3-70b --device h100-pcie",
-            "GiB of weights and has 80: choose --gpus 2 at least, or a",
-        ),
+        ("--shape llama-3.3-70b --device h100-pcie", "GiB of weights and has 80: choose --gpus 2 at least, or a"),
         ("--shape llama-3.3-70b --device h100-pcie --format int4-g128", None),
-        (
-            "--shape mistral-large-123b --backend triton --device rtx-5090",
-            "and has 32: choose a narrower",
-        ),
-        (
-            "--shape mistral-large-123b --device mi300x",
-            "and has 192: choose --gpus 2 at least",
-        ),
+        ("--shape mistral-large-123b --backend triton --device rtx-5090", "and has 32: choose a narrower"),
+        ("--shape mistral-large-123b --device mi300x", "and has 192: choose --gpus 2 at least"),
     ],
 )
 def test_a_model_that_no_gpu_holds_is_told_with_how_many_would(words, says, capsys):

@@ -130,10 +130,7 @@ def test_late_outputs_that_leave_before_the_others_came_are_overtaken():
 def test_a_word_that_nobody_reads_must_land_before_its_successor_is_waited_for():
     """The one thing that no order gives: an old use of the same phase would be taken. docs/SYNC.md says what does."""
     seldom = Exchange("seldom", "a", (Reader("b", layers=(2,)),), 1)
-    more = (
-        Exchange("first", "b", (Reader("c"),), 1, buffers=2),
-        Exchange("second", "c", (Reader("d"),), 1, buffers=2),
-    )
+    more = (Exchange("first", "b", (Reader("c"),), 1, buffers=2), Exchange("second", "c", (Reader("d"),), 1, buffers=2))
     kernel = Kernel(1, 3, (seldom, *more), ("a", "b", "c", "d"), ((),))
     check_kernel(kernel)
     programs = programs_of(kernel, ("seldom", "first", "second"), tokens=2)

@@ -232,11 +232,7 @@ def test_a_model_of_lanes(tmp_path, capsys):
             "int4-g64",
             "layers.0.q_proj: 96 columns .* of 64: choose one of fp8-block, fp8-channel, int8-channel$",
         ),
-        (
-            "demo",
-            "fp8-block",
-            "does not go with lanes: choose one of fp8-channel, int8-channel, int4-g32$",
-        ),
+        ("demo", "fp8-block", "does not go with lanes: choose one of fp8-channel, int8-channel, int4-g32$"),
     ],
 )
 def test_a_group_that_does_not_divide_is_refused(source, name, message, tmp_path):

@@ -177,11 +177,7 @@ def test_a_line_that_is_full_refuses_and_says_what_to_do(folder):
         waiting.append(llm.stream("say:2", GREEDY))
         first.close()
         said = [text_of(stream) for stream in waiting]
-        assert [(one.text, one.finish_reason) for one in said] == [
-            ("", "abort"),
-            ("1", "stop"),
-            ("2", "stop"),
-        ]
+        assert [(one.text, one.finish_reason) for one in said] == [("", "abort"), ("1", "stop"), ("2", "stop")]
 
 
 def test_a_list_waits_where_the_line_is_full_as_long_as_one_of_its_own_runs(folder):

@@ -50,7 +50,4 @@ def test_a_pair_is_explained_by_both_its_names_in_one_kernel():
     left = {RING, ("end_step", "end_column")}
     assert unexplained(REPORT, [TABLE]) == unexplained(REPORT, [OTHER, TABLE]) == left
     assert unexplained(REPORT, [OTHER]) == left | {("mix", "load_volatile")}
-    assert unexplained(REPORT) >= {
-        ("kog_decode", "load_volatile"),
-        ("kog_columns", "load_volatile"),
-    }
+    assert unexplained(REPORT) >= {("kog_decode", "load_volatile"), ("kog_columns", "load_volatile")}

@@ -94,7 +94,7 @@ def test_the_commands_are_found():
     """A pattern that finds none would pass every test above."""
     found = list(commands())
     assert {name for name, _ in found} == {
-        *("generate", "serve", "quantize", "doctor", "cache", "plan", "profile", "bench"),
+        *("generate", "serve", "quantize", "doctor", "cache", "plan", "profile", "bench")
     }
     kinds = {argv[0] for name, argv in found if name == "bench"}
     assert kinds == {

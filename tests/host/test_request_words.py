@@ -127,9 +127,7 @@ def test_logits_of_every_position():
 
 def test_every_request_fits_or_is_refused():
     largest = request(
-        logit_bias=dict.fromkeys(range(VOCAB), 1.0),
-        allowed_token_ids=range(VOCAB),
-        bad=((1,) * (LIST_WORDS - 3),),
+        logit_bias=dict.fromkeys(range(VOCAB), 1.0), allowed_token_ids=range(VOCAB), bad=((1,) * (LIST_WORDS - 3),)
     )
     assert encode(largest, VOCAB).size == capacity(VOCAB) - capacity_slack(VOCAB)
     with pytest.raises(RequestError, match="bad_words"):

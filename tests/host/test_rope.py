@@ -15,34 +15,17 @@ LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # name -> (ours, transformers' rope_parameters)
 CASES = {
     "default": (Rope(5e5), {"rope_type": "default", "rope_theta": 5e5}),
-    "linear": (
-        Rope(1e4, RopeScaling.LINEAR, 2.5),
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
-    ),
+    "linear": (Rope(1e4, RopeScaling.LINEAR, 2.5), {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}),
     "llama3": (
         Rope(5e5, RopeScaling.LLAMA3, original_context=8192, **LLAMA3),
         {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192} | LLAMA3,
     ),
     "yarn": (
         Rope(1e6, RopeScaling.YARN, 4.0, 512, attention_factor=0.1 * math.log(4) + 1),
-        {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512},
     ),
     "yarn, untruncated": (
-        Rope(
-            1e4,
-            RopeScaling.YARN,
-            8.0,
-            256,
-            beta_fast=20.0,
-            beta_slow=2.0,
-            attention_factor=1.25,
-            truncate=False,
-        ),
+        Rope(1e4, RopeScaling.YARN, 8.0, 256, beta_fast=20.0, beta_slow=2.0, attention_factor=1.25, truncate=False),
         {
             "rope_type": "yarn",
             "rope_theta": 1e4,

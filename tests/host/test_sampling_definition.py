@@ -85,10 +85,7 @@ SETTINGS = {
     "top_p": ({"top_p": 0.8}, None),
     "min_p": ({"min_p": 0.08, "temperature": 1.3}, None),
     "all three": ({"min_p": 0.01, "top_k": 15, "top_p": 0.9, "temperature": 1.2}, None),
-    "penalties": (
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3},
-        None,
-    ),
+    "penalties": ({"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3}, None),
     "bias": ({"logit_bias": {4: 3.0, 6: -100.0, 12: 1.5}}, None),
     "allowed": ({"allowed_token_ids": [1, 2, 3, 20, 36]}, None),
     "mask": ({"top_p": 0.95}, [0, 4, 8, 15, 16, 23, 31, 32, 36]),
@@ -118,8 +115,7 @@ def test_the_chi_square_sees_a_wrong_temperature():
 
 @pytest.mark.parametrize("vocab", [1, 3, 37, 1000, 4099])
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"temperature": 0.05}, {"temperature": 5.0}, {"top_k": 5}, {"top_p": 0.7, "min_p": 1e-4}],
+    "fields", [{}, {"temperature": 0.05}, {"temperature": 5.0}, {"top_k": 5}, {"top_p": 0.7, "min_p": 1e-4}]
 )
 def test_sample_equals_the_definition_without_shortcuts(vocab, fields):
     params = params_of(vocab, **fields)

@@ -118,13 +118,7 @@ def test_values_are_normalized():
 
 
 def test_the_caller_wins_over_the_checkpoint_and_the_checkpoint_over_the_default():
-    config = {
-        "temperature": 0.6,
-        "top_p": 0.95,
-        "top_k": None,
-        "max_new_tokens": 99,
-        "bos_token_id": 1,
-    }
+    config = {"temperature": 0.6, "top_p": 0.95, "top_k": None, "max_new_tokens": 99, "bos_token_id": 1}
     params = SamplingParams.from_generation_config(config, temperature=0.2, seed=None)
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.95, 0)
     assert params.max_tokens == 99

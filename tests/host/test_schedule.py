@@ -21,12 +21,7 @@ LAYER = ["qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj"]
 
 def lanes_of(reduce, **changes):
     sizes = {"num_heads": 8, "num_kv_heads": 4, "vocab_size": 100, "num_lanes": 4}
-    return spec_of(
-        num_layers=len(reduce),
-        reduce_attention=reduce,
-        reduce_mlp=reduce,
-        **sizes | changes,
-    )
+    return spec_of(num_layers=len(reduce), reduce_attention=reduce, reduce_mlp=reduce, **sizes | changes)
 
 
 LATE = (Reduce.OWN, Reduce.OWN, Reduce.DELAYED, Reduce.DELAYED, Reduce.DELAYED)
@@ -133,11 +128,7 @@ def test_an_output_cannot_arrive_before_it_was_made(delay, layer):
 
 def change_stage(schedule, which, **changes):
     segments = tuple(
-        Segment(
-            g.name,
-            g.repeat,
-            tuple(replace(s, **changes) if s.name == which else s for s in g.stages),
-        )
+        Segment(g.name, g.repeat, tuple(replace(s, **changes) if s.name == which else s for s in g.stages))
         for g in schedule.segments
     )
     return replace(schedule, segments=segments)

@@ -10,15 +10,7 @@ from kog_triton.backends import watchdog
 from kog_triton.backends.prefill.share import GAP_S, GAP_STEPS, Share
 from kog_triton.backends.prefill.slices import UNTIMED, Piece, PromptRun, Rate
 from kog_triton.backends.watchdog import Stalled
-from tests.lib.prefill_cases import (
-    BF16,
-    CPU,
-    SPECS,
-    assert_filled,
-    empty_cache,
-    prefill_of,
-    tokens_of,
-)
+from tests.lib.prefill_cases import BF16, CPU, SPECS, assert_filled, empty_cache, prefill_of, tokens_of
 
 
 def in_slices(ours, tokens, first, held, stop=math.inf):

@@ -132,17 +132,7 @@ def test_what_16_bits_cost_is_not_wrong():
 def test_the_small_model_has_what_the_large_one_has(name):
     spec = named_shape(name)
     small = small_model(spec, "fp16")
-    kept = (
-        "head_dim",
-        "group",
-        "rope",
-        "qkv_bias",
-        "qk_norm",
-        "tied_embeddings",
-        "num_lanes",
-        "delay",
-        "head",
-    )
+    kept = ("head_dim", "group", "rope", "qkv_bias", "qk_norm", "tied_embeddings", "num_lanes", "delay", "head")
     assert all(getattr(small, field) == getattr(spec, field) for field in kept)
     assert small.dtype is DType.F16 and small_model(spec).dtype is spec.dtype
     assert any(small.windows) == any(spec.windows) and set(small.reduce_mlp) == set(spec.reduce_mlp)
@@ -160,11 +150,7 @@ def on(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: seen is not None)
         monkeypatch.setattr(stage_check, "gpu_of", lambda device: describe(seen))
         monkeypatch.setattr(stage_check, "check_stages", lambda *what: asked.append(what) or 14)
-        monkeypatch.setattr(
-            stage_check,
-            "check_requests",
-            lambda *what: asked.append(what) or ["the kernel of a test"],
-        )
+        monkeypatch.setattr(stage_check, "check_requests", lambda *what: asked.append(what) or ["the kernel of a test"])
         return asked
 
     return see

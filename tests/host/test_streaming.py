@@ -87,10 +87,7 @@ def test_the_stop_string_is_the_first_that_is_complete(llm, word, cut, include, 
 
 @examples
 @given(
-    parts=st.lists(
-        st.sampled_from(["é", "<tool", f"<tool_call>{BODY}</tool_call>", "<tool_call>{"]),
-        max_size=4,
-    ),
+    parts=st.lists(st.sampled_from(["é", "<tool", f"<tool_call>{BODY}</tool_call>", "<tool_call>{"]), max_size=4),
     sizes=SIZES,
 )
 def test_tool_calls_do_not_depend_on_how_steps_arrive(llm, parts, sizes):

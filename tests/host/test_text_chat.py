@@ -134,18 +134,10 @@ def test_special_text_anywhere_in_the_request_is_text():
 
 def test_pieces_that_only_meet_in_the_template_stay_text():
     tokenizer = ours("{{ messages[0].name|trim }}{{ messages[0].content|trim }}|>")
-    for name, content in [
-        ("<|im_", "end|>"),
-        ("<|im_ ", " end"),
-        ("<|im", "_end"),
-        ("<", "|im_end"),
-    ]:
+    for name, content in [("<|im_", "end|>"), ("<|im_ ", " end"), ("<|im", "_end"), ("<", "|im_end")]:
         message = {"role": "user", "name": name, "content": content}
         assert special_ids(tokenizer, tokenizer.encode_chat([message])) == []
-    for template, content in [
-        ("<|{{ messages[0].content }}", "im_end|>"),
-        ("[{{ messages[0].content }}", "INST]"),
-    ]:
+    for template, content in [("<|{{ messages[0].content }}", "im_end|>"), ("[{{ messages[0].content }}", "INST]")]:
         tokenizer = ours(template)
         assert special_ids(tokenizer, tokenizer.encode_chat([{"role": "user", "content": content}])) == []
     # the template may build its own tokens of a role
@@ -211,12 +203,7 @@ def test_no_mixture_of_special_text_gets_through(parts):
 
 def test_templates_of_a_folder(tmp_path):
     make_tokenizer("byte_level").save(str(tmp_path / "tokenizer.json"))
-    config = {
-        "chat_template": [
-            {"name": "default", "template": "D"},
-            {"name": "tool_use", "template": "T"},
-        ]
-    }
+    config = {"chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     message = [{"role": "user", "content": "x"}]
     tokenizer = Tokenizer.load(tmp_path)
@@ -333,12 +320,7 @@ CONTENTS = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{%
     ("source", "content", "text", "error"),
     [
         (CONTENTS, "go on ", "go on ", None),
-        (
-            CONTENTS,
-            [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}],
-            "one two",
-            None,
-        ),
+        (CONTENTS, [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}], "one two", None),
         ("{{ messages[-1].content | trim }}.", " go on ", " go on", None),
         (CONTENTS, [{"type": "text", "text": 5}], None, "does not end with text"),
         (CONTENTS, [], None, "has no content to continue"),

@@ -20,11 +20,7 @@ from tests.lib.fake_checkpoint import byte_tokenizer
 
 GROW = "{% set n = namespace(l=[1], m=[1]) %}{% for i in range(99999) %}"
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-TIME, MEMORY, CHARS = (
-    "took more than 1 s",
-    "more than 96 MiB of memory",
-    "more than 100000 characters",
-)
+TIME, MEMORY, CHARS = ("took more than 1 s", "more than 96 MiB of memory", "more than 100000 characters")
 HOSTILE = {
     # endless, in Python and inside of one call of C
     "loops": (ENDLESS, TIME),

@@ -102,14 +102,7 @@ def test_nothing_comes_after_a_match():
 
 @pytest.mark.parametrize(
     ("text", "stop", "held"),
-    [
-        ("xab", "abc", 2),
-        ("abc", "abc", 0),
-        ("aa", "aa", 1),
-        ("aba", "aba", 1),
-        ("x", "abc", 0),
-        ("", "a", 0),
-    ],
+    [("xab", "abc", 2), ("abc", "abc", 0), ("aa", "aa", 1), ("aba", "aba", 1), ("x", "abc", 0), ("", "a", 0)],
 )
 def test_only_what_may_begin_a_stop_string_is_held_and_never_the_whole(text, stop, held):
     assert overlap(text, stop) == held

@@ -41,12 +41,7 @@ def test_encode_and_decode_equal_transformers(kind, tmp_path):
 
 def test_tokenizer_json_says_what_goes_around_a_text(tmp_path):
     make_tokenizer("byte_level").save(str(tmp_path / "tokenizer.json"))
-    config = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": False,
-        "add_eos_token": True,
-    }
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "add_eos_token": True}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)

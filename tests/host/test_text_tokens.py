@@ -38,24 +38,8 @@ def byte_level(folder):
 
 def test_the_bytes_of_a_piece(tmp_path):
     ours = pieces(tmp_path)
-    assert [ours.token_bytes(i) for i in range(7)] == [
-        b"<unk>",
-        b"A",
-        b" a",
-        b"\xc3",
-        b"<0xZZ>",
-        b"b",
-        None,
-    ]
-    assert [ours.is_byte_token(i) for i in range(7)] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert [ours.token_bytes(i) for i in range(7)] == [b"<unk>", b"A", b" a", b"\xc3", b"<0xZZ>", b"b", None]
+    assert [ours.is_byte_token(i) for i in range(7)] == [False, True, False, True, False, False, False]
     assert ours.vocab_size == 6 and not ours.is_byte_level
     without = pieces(tmp_path, byte_fallback=False)
     assert without.token_bytes(1) == b"<0x41>" and not without.is_byte_token(1)
@@ -65,14 +49,7 @@ def test_the_bytes_of_a_byte_level_id(tmp_path):
     ours = byte_level(tmp_path)
     assert ours.is_byte_level and ours.vocab_size == 5
     # an added token holds a character that stands for no byte: it is plain text
-    assert [ours.token_bytes(i) for i in range(6)] == [
-        b"a",
-        b" ",
-        b" a",
-        b"\xc3",
-        "\u4e16".encode(),
-        None,
-    ]
+    assert [ours.token_bytes(i) for i in range(6)] == [b"a", b" ", b" a", b"\xc3", "\u4e16".encode(), None]
     assert not any(ours.is_byte_token(i) for i in range(6))
     assert ours.decode([2, 0]) == " aa" and ours.encode("a a") == [0, 2]
 

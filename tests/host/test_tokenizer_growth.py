@@ -28,12 +28,7 @@ def decoders(*steps):
 
 def around(single, ids=1):
     token = {"id": "<end>", "ids": [256] * ids, "tokens": ["<end>"] * ids}
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": PAIR,
-        "special_tokens": {"<end>": token},
-    }
+    return {"type": "TemplateProcessing", "single": single, "pair": PAIR, "special_tokens": {"<end>": token}}
 
 
 def charsmap(longest: int) -> str:

@@ -146,12 +146,7 @@ def written(name, calls, indent):
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=100, deadline=None)
-@given(
-    calls=CALLS,
-    before=st.text("ab <[|\n", max_size=6),
-    indent=st.none() | st.integers(0, 2),
-    data=st.data(),
-)
+@given(calls=CALLS, before=st.text("ab <[|\n", max_size=6), indent=st.none() | st.integers(0, 2), data=st.data())
 def test_well_formed_calls_survive_every_cut(name, calls, before, indent, data):
     text = before + written(name, calls, indent)
     before = before if before.strip() else ""

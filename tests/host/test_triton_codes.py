@@ -27,15 +27,9 @@ CASES = {
     "fp8 blocks": (FORMATS["fp8-block"], ODD),
     "fp8 tensors": (WeightFormat(Code.E4M3, 0, 0, Scale.BF16), ODD),
     "int8 channels": (FORMATS["int8-channel"], ODD),
-    "int8 g64, zero points": (
-        WeightFormat(Code.INT8, 1, 64, Scale.F16, Offset.ZERO_POINT),
-        SIZES,
-    ),
+    "int8 g64, zero points": (WeightFormat(Code.INT8, 1, 64, Scale.F16, Offset.ZERO_POINT), SIZES),
     "int4 g32": (FORMATS["int4-g32"], SIZES),
-    "int4 g64, zero points": (
-        WeightFormat(Code.UINT4, 1, 64, Scale.F16, Offset.ZERO_POINT),
-        SIZES,
-    ),
+    "int4 g64, zero points": (WeightFormat(Code.UINT4, 1, 64, Scale.F16, Offset.ZERO_POINT), SIZES),
     "int4 g32, minimums": (FORMATS["q4_1"], SIZES),
     "mxfp4": (FORMATS["mxfp4"], SIZES),
 }

@@ -7,13 +7,7 @@ from kog_triton.model.spec import DType
 from kog_triton.schedule import triton
 from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.lowering import layer_matrices
-from kog_triton.schedule.packing import (
-    first_ring_slots,
-    fragment_places,
-    pack_blocks,
-    unit_places,
-    unpack_stage,
-)
+from kog_triton.schedule.packing import first_ring_slots, fragment_places, pack_blocks, unit_places, unpack_stage
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import find_gpu
 from kog_triton.schedule.triton import lower_tiles

@@ -52,11 +52,7 @@ def test_a_last_message_is_continued_as_transformers_does(llm):
     assert continued[0].prompt == "[user]2 + 2?\n[assistant]It is  "
     for talk, how, says in (
         (TALK, {}, "needs add_generation_prompt=False"),
-        (
-            TALK,
-            {"chat_template": "x", "add_generation_prompt": False},
-            "leaves the last message out",
-        ),
+        (TALK, {"chat_template": "x", "add_generation_prompt": False}, "leaves the last message out"),
         ([{"role": "user"}], {"add_generation_prompt": False}, "no content to continue"),
     ):
         with pytest.raises(RequestError, match=says):

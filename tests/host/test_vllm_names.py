@@ -147,12 +147,7 @@ def test_an_llm_is_not_copied(llm):
 
 
 def test_a_script_for_an_older_release_runs(folder):
-    old = {
-        "swap_space": 4,
-        "disable_log_requests": True,
-        "worker_use_ray": True,
-        "task": "generate",
-    }
+    old = {"swap_space": 4, "disable_log_requests": True, "worker_use_ray": True, "task": "generate"}
     with pytest.warns(UserWarning, match=r"^LLM: \w+ is ignored: ") as seen:
         open_llm(folder, **old).close()
     assert len(seen) == 3
@@ -378,12 +373,7 @@ def test_sampling_defaults_of_the_checkpoint_can_be_left_out_or_changed(tmp_path
 
 def test_what_a_generation_config_asks_for_in_vain_is_said(tmp_path, caplog):
     folder = make_checkpoint(tmp_path)
-    said = {
-        "num_beams": 4,
-        "no_repeat_ngram_size": 0,
-        "suppress_tokens": [7],
-        "bad_words_ids": None,
-    }
+    said = {"num_beams": 4, "no_repeat_ngram_size": 0, "suppress_tokens": [7], "bad_words_ids": None}
     file = folder / "generation_config.json"
     file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | said))
     open_llm(folder).close()

@@ -27,19 +27,10 @@ MODELS = {
     },
     "yarn": {
         "model_type": "llama",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     },
     "mistral": {"model_type": "mistral", "sliding_window": 7},
-    "qwen2": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "max_window_layers": 1,
-    },
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
 }
 PROMPT = [int(i) for i in np.random.default_rng(1).integers(0, 97, 20)]

@@ -356,10 +356,7 @@ def _patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -
 
 @contextlib.contextmanager
 def concurrent(
-    seed: int = 0,
-    memory: str = "sc",
-    host: Callable[[], None] | None = None,
-    stalled: int | None = None,
+    seed: int = 0, memory: str = "sc", host: Callable[[], None] | None = None, stalled: int | None = None
 ) -> Iterator[Machine]:
     """Inside, launches run concurrently on the machine that is given."""
     global _machine

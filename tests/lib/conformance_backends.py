@@ -12,12 +12,7 @@ from tests.lib.hip_walk import HipFiberBackend
 
 NOW, OWN, DELAYED = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
 HIP = "hip on a CPU"
-BACKENDS = {
-    "cuda on a CPU": FiberBackend,
-    HIP: HipFiberBackend,
-    "cuda": CudaBackend,
-    "triton": TritonBackend,
-}
+BACKENDS = {"cuda on a CPU": FiberBackend, HIP: HipFiberBackend, "cuda": CudaBackend, "triton": TritonBackend}
 if os.environ.get("TRITON_INTERPRET") == "1":  # else Triton compiles for the GPU here
     from tests.lib.triton_cases import InterpretedBackend
 

@@ -25,17 +25,7 @@ from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.model.spec import DType, Head
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.sampling import SamplingParams
-from tests.lib.conformance_backends import (
-    BACKENDS,
-    DELAYED,
-    HIP,
-    NOW,
-    ON_GPU,
-    OWN,
-    SLOW,
-    TWO_GPUS,
-    marks,
-)
+from tests.lib.conformance_backends import BACKENDS, DELAYED, HIP, NOW, ON_GPU, OWN, SLOW, TWO_GPUS, marks
 from tests.lib.cuda_planting import plant
 from tests.lib.cuda_walk import ColumnBackend, FiberBackend
 from tests.lib.hip_walk import OWN as HIP_INCLUDE

@@ -90,10 +90,7 @@ def assert_silence_is_named(backend):
     """`backend` runs the kernel of EDITS. A block that does not speak ends the launch within the limit."""
     healthy, whole = backend.wait_ns, tokens_of(backend)
     backend.wait_ns = healthy + SILENT
-    assert re.search(
-        rf"expired: rank 0, block \d+, {AWAITED}, seen 0, wanted 1, after 0 steps",
-        failure_of(backend),
-    )
+    assert re.search(rf"expired: rank 0, block \d+, {AWAITED}, seen 0, wanted 1, after 0 steps", failure_of(backend))
     backend.wait_ns = healthy
     assert tokens_of(backend) == whole
 

@@ -13,15 +13,7 @@ from kog_triton.schedule.cuda import lower
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_threads import JUDGED, ThreadWalk, thread_flags
-from tests.lib.cuda_walk import (
-    HERE,
-    INCLUDE,
-    MOST,
-    Walk,
-    build_walk,
-    compile_walk,
-    write_request,
-)
+from tests.lib.cuda_walk import HERE, INCLUDE, MOST, Walk, build_walk, compile_walk, write_request
 
 ALL = slice(None)
 LIMIT = 1 << 14  # rounds that a wait may take

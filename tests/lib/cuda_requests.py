@@ -22,16 +22,7 @@ from tests.lib.narrow_stream import random_weights
 from tests.lib.ring_walker import f16_spec
 
 GREEDY = SamplingParams(temperature=0)
-PROMPTS = (
-    (5, 17, 60),
-    (5, 90),
-    (31, 2, 8, 77),
-    (9, 9, 9),
-    (4, 77, 4, 1, 3),
-    (8, 1),
-    (3, 3, 60),
-    (1,),
-)
+PROMPTS = ((5, 17, 60), (5, 90), (31, 2, 8, 77), (9, 9, 9), (4, 77, 4, 1, 3), (8, 1), (3, 3, 60), (1,))
 COUNT = 5
 
 

@@ -13,14 +13,7 @@ import torch
 from kog_triton.backends.mailbox import Failure, Request
 from kog_triton.errors import RunError
 from kog_triton.sampling import SamplingParams
-from tests.lib.cuda_injection import (
-    DTYPES,
-    EDITS,
-    FAULTY,
-    MODELS,
-    SILENT,
-    numbers_of,
-)
+from tests.lib.cuda_injection import DTYPES, EDITS, FAULTY, MODELS, SILENT, numbers_of
 from tests.lib.cuda_requests import run, serve, tokens_of
 from tests.lib.ring_walker import spec_of
 

@@ -19,17 +19,7 @@ from kog_triton.backends.cuda.layout.protocol import TENSORS
 from kog_triton.backends.request_words import encode
 from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
-from tests.lib.cuda_walk import (
-    FLAGS,
-    HERE,
-    INCLUDE,
-    Walk,
-    build_walk,
-    layout_of,
-    lower,
-    memory,
-    write_request,
-)
+from tests.lib.cuda_walk import FLAGS, HERE, INCLUDE, Walk, build_walk, layout_of, lower, memory, write_request
 
 JUDGED = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 # Another judge: of accesses outside of a tensor, of shared memory or of an array, and of what C++ does not define.
@@ -161,13 +151,7 @@ def judged_run(command: list[str]) -> subprocess.CompletedProcess[str]:
         "ASAN_OPTIONS": f"exitcode={RACE} detect_leaks=0",  # blocks stay until the process ends
         "UBSAN_OPTIONS": f"exitcode={RACE} print_stacktrace=1",
     }
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | options,
-    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | options)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

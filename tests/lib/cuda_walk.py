@@ -63,15 +63,7 @@ def changed(text: str, **numbers) -> str:
 
 
 def build_walk(
-    layout,
-    source,
-    flags,
-    include=INCLUDE,
-    split_least=None,
-    merged_length=None,
-    streams=None,
-    seams=(HERE,),
-    entry="",
+    layout, source, flags, include=INCLUDE, split_least=None, merged_length=None, streams=None, seams=(HERE,), entry=""
 ) -> Path:
     """What g++ makes of one model and a source of cuda_host; kept by content.
 
@@ -131,11 +123,7 @@ class Walk:
         self.spec = spec
         self.layout = replace(layout_of(spec, num_blocks, max_context), deep=deep)
         self.library = compile_walk(
-            self.layout,
-            flags,
-            split_least=split_least,
-            merged_length=merged_length,
-            streams=streams,
+            self.layout, flags, split_least=split_least, merged_length=merged_length, streams=streams
         )
         self.memory = memory.allocate(self.layout, weights, 1, torch.device("cpu"))
 

@@ -67,11 +67,7 @@ class FakeGpus(FakeHip):
 
         def tested(words: Any, found: Any, mailbox: torch.Tensor, *args: Any) -> Any:
             self._known = by_address(
-                [
-                    ("mailbox", mailbox),
-                    *(("words", t) for t in words),
-                    *(("found", t) for t in found),
-                ]
+                [("mailbox", mailbox), *(("words", t) for t in words), *(("found", t) for t in found)]
             )
             return of_test(words, found, mailbox, *args)
 

@@ -22,23 +22,12 @@ SEEN = {
     "B200": nvidia("NVIDIA B200", "sm_100a", 148, 180, 3.996e9, 8192, l2=126),
     "RTX 5090": nvidia("NVIDIA GeForce RTX 5090", "sm_120a", 170, 32, 14.001e9, 512, 99, 96),
     "RTX PRO 6000": nvidia(
-        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        "sm_120a",
-        188,
-        96,
-        14.001e9,
-        512,
-        99,
-        128,
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "sm_120a", 188, 96, 14.001e9, 512, 99, 128
     ),
     "RTX 5090 Laptop": nvidia("NVIDIA GeForce RTX 5090 Laptop GPU", "sm_120a", 82, 24, 14.001e9, 256, 99, 64),
     "RTX 4090": nvidia("NVIDIA GeForce RTX 4090", "sm_89", 128, 24, 10.501e9, 384, 99, 72),
     "H200 slice": replace(
-        H200_SEEN,
-        name="NVIDIA H200 MIG 3g.71gb",
-        num_sms=60,
-        memory_bytes=74_900_000_000,
-        l2_bytes=30 * MB,
+        H200_SEEN, name="NVIDIA H200 MIG 3g.71gb", num_sms=60, memory_bytes=74_900_000_000, l2_bytes=30 * MB
     ),
     "A100 slice": nvidia("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "sm_80", 14, 10, shared=163, l2=5),
     "H200 share": replace(H200_SEEN, percent=25),

@@ -11,14 +11,7 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests import ROOT
 from tests.lib.cuda_threads import ColumnThreadWalk, ThreadWalk
-from tests.lib.cuda_walk import (
-    HERE,
-    INCLUDE,
-    ColumnBackend,
-    FiberBackend,
-    FiberKernel,
-    compile_walk,
-)
+from tests.lib.cuda_walk import HERE, INCLUDE, ColumnBackend, FiberBackend, FiberKernel, compile_walk
 
 HIP = ROOT / "backends/hip"
 OWN = HIP / "include"
@@ -30,10 +23,7 @@ def of_source(source, wave=64, own=OWN):
     """What an entry point, decode, columns or stage, is compiled with: flags for waves of so many threads; its text,
     and the folders that stand before CUDA's headers, HIP's `own` behind the seams."""
     flags = ("-O1", f"-DKOG_WAVE={wave}", f"-DENTRY=kog_{source}", f"-DCALL={CALLS[source]}")
-    return flags, {
-        "seams": (HERE.parent / "hip_host", HERE, own),
-        "entry": (HIP / f"{source}.hip").read_text(),
-    }
+    return flags, {"seams": (HERE.parent / "hip_host", HERE, own), "entry": (HIP / f"{source}.hip").read_text()}
 
 
 def hip_walk(layout, *source, include=INCLUDE):

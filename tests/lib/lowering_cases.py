@@ -72,10 +72,7 @@ FOUR_LANES = {
 def mixed_lanes(head: Head, **changes) -> ModelSpec:
     """Four lanes in float16 whose modules reduce differently: never, at once, then late."""
     now, own, late = Reduce.NOW, Reduce.OWN, Reduce.DELAYED
-    reduces = {
-        "reduce_attention": (own, now, late, late, late),
-        "reduce_mlp": (now, own, late, late, late),
-    }
+    reduces = {"reduce_attention": (own, now, late, late, late), "reduce_mlp": (now, own, late, late, late)}
     return spec_of(**(FOUR_LANES | reduces | {"dtype": DType.F16, "head": head} | changes))
 
 
@@ -88,10 +85,7 @@ MODELS = {
     "plain on 4": (spec_of(num_heads=12, num_kv_heads=4), 4),
     "KV heads on 4": (spec_of(num_heads=8, num_kv_heads=2, qkv_bias=True, qk_norm=True), 4),
     "one KV head on 8": (spec_of(num_heads=16, num_kv_heads=1, dtype=DType.F16), 8),
-    "FFN padded on 4": (
-        spec_of(num_heads=4, num_kv_heads=4, intermediate_size=90, mlp_bias=True),
-        4,
-    ),
+    "FFN padded on 4": (spec_of(num_heads=4, num_kv_heads=4, intermediate_size=90, mlp_bias=True), 4),
     "lanes on 8": (lanes(2, intermediate_size=96).replace(num_lanes=8, num_kv_heads=8), 8),
     "lanes on 1": (lanes(2), 1),
     "lanes on 2": (lanes(1, early=Reduce.NOW), 2),
@@ -141,10 +135,7 @@ def compare_stages(reference, trace, token, kv, tolerance=1e-4):
         out = reference.run_stage("attention", layer, {"q": q, "k": k, "v": v, "keys": keys, "values": values})
         kv[layer] = out["keys"], out["values"]
         same(seen["attention"], out["attention"], f"attention of layer {layer}")
-        for stage, source, target in (
-            ("o_proj", "attention", "attention_out"),
-            ("down_proj", "mlp", "mlp_out"),
-        ):
+        for stage, source, target in (("o_proj", "attention", "attention_out"), ("down_proj", "mlp", "mlp_out")):
             if stage == "down_proj":
                 mlp = reference.run_stage("gate_up_proj", layer, {"x": x})["mlp"]
                 same(seen["mlp"], mlp, f"mlp of layer {layer}")

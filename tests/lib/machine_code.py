@@ -76,13 +76,7 @@ def sass_of_text(source, arch=HOPPER):
             draft.write_bytes(sass.stdout)
 
     compiler = version_of(nvcc) if nvcc else nvrtc.version(library)
-    parts = [
-        compiler,
-        version_of(dump),
-        " ".join((*toolchain.FLAGS, arch)).encode(),
-        source.encode(),
-        *headers,
-    ]
+    parts = [compiler, version_of(dump), " ".join((*toolchain.FLAGS, arch)).encode(), source.encode(), *headers]
     return made_once(parts, make).read_text()
 
 

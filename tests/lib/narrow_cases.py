@@ -115,11 +115,7 @@ def integers(w, group, bits, asymmetric, dtype):
 def awq(w, group):
     codes, scales, zeros, values = integers(w, group, 4, True, torch.float16)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    tensors = {
-        "qweight": words(codes.T, 1, order),
-        "qzeros": words(zeros.T, 1, order),
-        "scales": scales.T.contiguous(),
-    }
+    tensors = {"qweight": words(codes.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scales.T.contiguous()}
     return Stored(tensors, values)
 
 
@@ -136,11 +132,7 @@ def gptq(w, group, asymmetric, less):
 
 def packed(w, group, asymmetric, dtype):
     codes, scales, zeros, values = integers(w, group, 4, asymmetric, dtype)
-    tensors = {
-        "weight_packed": words(codes, 1),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(w.shape),
-    }
+    tensors = {"weight_packed": words(codes, 1), "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
     if asymmetric:
         tensors["weight_zero_point"] = words(zeros, 0)
     return Stored(tensors, values)
@@ -174,10 +166,7 @@ def mxfp4(w, names):
     pairs = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)
     blocks, scales = names
     shape = (w.shape[0], -1, 16) if blocks == "weight_blocks" else (w.shape[0], -1)
-    tensors = {
-        blocks: pairs.reshape(shape),
-        scales: torch.from_numpy((exponents + 127).astype(np.uint8)),
-    }
+    tensors = {blocks: pairs.reshape(shape), scales: torch.from_numpy((exponents + 127).astype(np.uint8))}
     return Stored(tensors, result(E2M1[codes] * each))
 
 
@@ -228,10 +217,7 @@ CASES = {
         compressed(weight_args(8, "float", "block", block_structure=[128, 128]), "float-quantized", DYNAMIC),
         lambda w: fp8(w, 128, 128, torch.bfloat16, "weight_scale"),
     ),
-    "ct_int8": (
-        compressed(weight_args(8, "int", "channel"), "int-quantized", DYNAMIC | {"type": "int"}),
-        int8,
-    ),
+    "ct_int8": (compressed(weight_args(8, "int", "channel"), "int-quantized", DYNAMIC | {"type": "int"}), int8),
     "ct_int8_asymmetric": (
         compressed(weight_args(8, "int", "channel", symmetric=False), "naive-quantized"),
         lambda w: int8(w, True),

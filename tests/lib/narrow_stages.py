@@ -31,15 +31,9 @@ CASES = {
     "fp8 blocks, bf16 scales": (BF16_SCALES, LARGE),
     "fp8 blocks, float16": (FP8, LARGE | {"dtype": DType.F16}),
     "fp8 channels": (FORMATS["fp8-channel"], SMALL),
-    "fp8 channels, tied head": (
-        FORMATS["fp8-channel"],
-        LARGE | {"tied_embeddings": True, "head": True},
-    ),
+    "fp8 channels, tied head": (FORMATS["fp8-channel"], LARGE | {"tied_embeddings": True, "head": True}),
     "fp8 tensors": (WeightFormat(Code.E4M3, 0, 0, Scale.BF16), LARGE),
-    "fp8 rows g32": (
-        WeightFormat(Code.E4M3, 1, 32, Scale.F16),
-        LARGE | {"intermediate_size": 96 * 5},
-    ),
+    "fp8 rows g32": (WeightFormat(Code.E4M3, 1, 32, Scale.F16), LARGE | {"intermediate_size": 96 * 5}),
     "fp8 head in blocks": (FP8, LARGE | {"head": True}),
     "int8 channels": (FORMATS["int8-channel"], SMALL),
     "int4 g128": (FORMATS["int4-g128"], LARGE),
@@ -48,14 +42,8 @@ CASES = {
     "int4 g128, zero points": (AWQ, LARGE),
     "int4 g32, zero points, head": (replace(AWQ, group_cols=32), LARGE | {"head": True}),
     "int4 g64, zero points, float16": (replace(AWQ, group_cols=64), LARGE | {"dtype": DType.F16}),
-    "int8 g64, zero points": (
-        WeightFormat(Code.INT8, 1, 64, Scale.BF16, Offset.ZERO_POINT),
-        LARGE,
-    ),
-    "int8 blocks, zero points": (
-        WeightFormat(Code.INT8, 128, 128, Scale.F32, Offset.ZERO_POINT),
-        LARGE,
-    ),
+    "int8 g64, zero points": (WeightFormat(Code.INT8, 1, 64, Scale.BF16, Offset.ZERO_POINT), LARGE),
+    "int8 blocks, zero points": (WeightFormat(Code.INT8, 128, 128, Scale.F32, Offset.ZERO_POINT), LARGE),
     "int8 g32 and head (Q8_0)": (
         WeightFormat(Code.INT8, 1, 32, Scale.F16),
         LARGE | {"tied_embeddings": True, "head": True},

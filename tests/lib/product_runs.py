@@ -3,12 +3,7 @@
 import torch
 
 from kog_triton.backends.cuda.layout.header import bias_places
-from kog_triton.backends.cuda.layout.prompt import (
-    ARRANGE_THREADS,
-    ArrangeCall,
-    ProductCall,
-    ring_slot_steps,
-)
+from kog_triton.backends.cuda.layout.prompt import ARRANGE_THREADS, ArrangeCall, ProductCall, ring_slot_steps
 from kog_triton.backends.cuda.layout.short_pass import Cut
 from kog_triton.backends.cuda.products import group_tables
 from tests.lib.cuda_walk import INCLUDE
@@ -32,14 +27,7 @@ def multiplied(lowering, memory, kernel, stage, layer, x, include=INCLUDE, seed=
         arranged = torch.zeros(padded * lowering.padded_k(stage) * 2, dtype=torch.uint8)
         steps = lowering.steps(stage)
         arrange = ArrangeCall(
-            of_shard.data_ptr(),
-            arranged.data_ptr(),
-            count,
-            padded,
-            stage.cols,
-            slab_shift,
-            steps,
-            pack_shift,
+            of_shard.data_ptr(), arranged.data_ptr(), count, padded, stage.cols, slab_shift, steps, pack_shift
         )
         blocks = -(-padded * parts * steps // ARRANGE_THREADS)
         run(product(kernel, dtype, "kog_arrange"), arrange, blocks)

@@ -57,11 +57,7 @@ class Machine:
     """`programs`: of each thread; `blocks`: which block it is of."""
 
     def __init__(
-        self,
-        programs: Sequence[Sequence[Op]],
-        blocks: Sequence[int] = (),
-        vendor: str = "nvidia",
-        patience: int = 0,
+        self, programs: Sequence[Sequence[Op]], blocks: Sequence[int] = (), vendor: str = "nvidia", patience: int = 0
     ) -> None:
         self.programs, self.blocks = programs, blocks or tuple(range(len(programs)))
         self.vendor, self.patience, self.states = vendor, patience, 0
@@ -166,12 +162,7 @@ def _put(values: tuple, i: int, value: object) -> tuple:
 
 
 def programs_of(
-    kernel: Kernel,
-    names: Sequence[str],
-    tokens: int = 1,
-    blocks: int = 2,
-    end: int = 0,
-    ranks: bool = False,
+    kernel: Kernel, names: Sequence[str], tokens: int = 1, blocks: int = 2, end: int = 0, ranks: bool = False
 ) -> list[list[Op]]:
     """A program a block, `blocks` a lane: its walk through tokens, of these exchanges. A block owns a row of each, and
     where SOME take part it does. `ranks`: a lane is one, with words of its own, into each of which a block stores."""

@@ -42,12 +42,5 @@ def rank_prefill_of(name, ranks, dtype=F32, chunk=7, **changes):
 
 def empty_caches(name, ranks, dtype=F32):
     spec, schedule = SPECS[name], build(SPECS[name], ranks)
-    shape = (
-        spec.num_layers,
-        schedule.shards_per_rank,
-        schedule.shard_kv_heads,
-        2,
-        64,
-        spec.head_dim,
-    )
+    shape = (spec.num_layers, schedule.shards_per_rank, schedule.shard_kv_heads, 2, 64, spec.head_dim)
     return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(ranks)]

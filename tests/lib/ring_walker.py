@@ -79,26 +79,10 @@ class Buffers:
 class RingWalker:
     """Decodes one token a step. `exact` keeps activations unrounded, so that only layout is judged."""
 
-    def __init__(
-        self,
-        lowering: CudaLowering,
-        arenas,
-        gains,
-        biases,
-        embed,
-        rope,
-        exact=True,
-        row_scales=None,
-    ):
+    def __init__(self, lowering: CudaLowering, arenas, gains, biases, embed, rope, exact=True, row_scales=None):
         self.row_scales = row_scales or {}  # of stages whose rows have one scale each
         self.lo, self.s, self.spec = lowering, lowering.schedule, lowering.schedule.spec
-        self.gains, self.biases, self.embed, self.rope, self.exact = (
-            gains,
-            biases,
-            embed,
-            rope,
-            exact,
-        )
+        self.gains, self.biases, self.embed, self.rope, self.exact = (gains, biases, embed, rope, exact)
         self.streams = {
             (rank, block): Stream(arenas[rank], lowering, rank, block)
             for rank in range(self.s.num_ranks)
@@ -248,10 +232,7 @@ class RingWalker:
         for shard in range(self.s.num_shards):
             row = self.buffers["qkv"].read(it, shard, 0, (heads + 2 * kv) * d).reshape(-1, d)
             q, k, v = row[:heads], row[heads : heads + kv], row[heads + kv :]
-            q, k = (
-                self._rotate(q, layer, "q_norm", position),
-                self._rotate(k, layer, "k_norm", position),
-            )
+            q, k = (self._rotate(q, layer, "q_norm", position), self._rotate(k, layer, "k_norm", position))
             self.kv[layer][shard].append((k, v))
             window = spec.windows[layer] or position + 1
             keys = np.stack([k for k, _ in self.kv[layer][shard]][-window:])  # [n, K, d]
@@ -327,10 +308,7 @@ def pack_model(lowering: CudaLowering, weights, narrow=None) -> tuple:
     s, spec = lowering.schedule, lowering.schedule.spec
     arenas, gains, biases = [], {}, {}
     for rank in range(s.num_ranks):
-        arena = np.zeros(
-            lowering.stream_ring_slots(rank) * lowering.num_blocks * lowering.ring_slot_bytes,
-            np.uint8,
-        )
+        arena = np.zeros(lowering.stream_ring_slots(rank) * lowering.num_blocks * lowering.ring_slot_bytes, np.uint8)
         cursors = {b: b * lowering.ring_slot_bytes for b in range(lowering.num_blocks)}
         for segment in s.segments:
             for layer in range(segment.repeat):
@@ -339,10 +317,7 @@ def pack_model(lowering: CudaLowering, weights, narrow=None) -> tuple:
                         continue
                     names = [canonical(stage, w, layer) for w in stage.weights]
                     if lowering.weights[stage.name].format:
-                        stored, pack = (
-                            matrices_of(s, stage, [narrow(n) for n in names]),
-                            pack_narrow,
-                        )
+                        stored, pack = (matrices_of(s, stage, [narrow(n) for n in names]), pack_narrow)
                     else:
                         parts = [shard_matrix(s, stage, weights[n]) for n in names]
                         stored = wire.to_half(np.concatenate(parts, 1), spec.dtype)

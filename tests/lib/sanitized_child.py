@@ -217,10 +217,7 @@ def unpack(fault: str) -> None:
             memory.weights,
             memory.biases,
             lambda kind, spec=spec: Kernel(
-                left(compile_cubin(render_unpack(kind, spec.dtype), "unpack.cu", gpu.arch)),
-                "kog_unpack",
-                0,
-                device,
+                left(compile_cubin(render_unpack(kind, spec.dtype), "unpack.cu", gpu.arch)), "kog_unpack", 0, device
             ),
             layer_matrices(lowering.schedule),
         )

@@ -60,10 +60,7 @@ class Served:
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a stream that ends well, without [DONE]."""
-        with (
-            self.client() as client,
-            client.stream("POST", path, json={**body, "stream": True}) as response,
-        ):
+        with self.client() as client, client.stream("POST", path, json={**body, "stream": True}) as response:
             found = list(read_events(response))
         assert found[-1] == "[DONE]", found[-1]
         return found[:-1]

@@ -35,12 +35,7 @@ def _compiled(source, header, call, entry, threads, shared, include=INCLUDE):
         f'-DPASS="{cu}"', f"-DCALL=kog::{call}", f"-DENTRY={entry}", f"-DTHREADS={threads}", f"-DSHARED={shared}",
         f"-I{HERE}", f"-I{include}",
     ]  # fmt: skip
-    used = [
-        cu,
-        HERE / "short_pass.cpp",
-        *sorted(HERE.rglob("*.h")),
-        *sorted((include / "kog").rglob("*.h")),
-    ]
+    used = [cu, HERE / "short_pass.cpp", *sorted(HERE.rglob("*.h")), *sorted((include / "kog").rglob("*.h"))]
     parts = [version_of("g++"), header.encode(), " ".join(command).encode()]
 
     def make(draft):

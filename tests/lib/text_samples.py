@@ -53,9 +53,7 @@ def _byte_level() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
@@ -66,12 +64,7 @@ def _llama_bpe() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     first = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=first + BYTES, limit_alphabet=60, show_progress=False)
@@ -98,10 +91,7 @@ def _train_unigram(decoder, normalizer, pre_tokenizer) -> tokenizers.Tokenizer:
     if pre_tokenizer is not None:
         tokenizer.pre_tokenizer = pre_tokenizer
     trainer = trainers.UnigramTrainer(
-        vocab_size=180,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        unk_token="<unk>",
-        show_progress=False,
+        vocab_size=180, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator([text[:40] for text in CORPUS], trainer)
     tokenizer.decoder = decoder
@@ -128,10 +118,7 @@ def _suffix() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder("</w>")
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        end_of_word_suffix="</w>",
-        show_progress=False,
+        vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], end_of_word_suffix="</w>", show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens(["</w>"])
@@ -187,11 +174,7 @@ TOOLS = [
         },
     }
 ]
-CALL = {
-    "id": "c1",
-    "type": "function",
-    "function": {"name": "weather", "arguments": {"city": "Oslo"}},
-}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 
 def _say(*contents: str) -> list[dict]:

@@ -85,10 +85,7 @@ def hf_model(family, seed=0, **changes):
         "llama": ("Llama", fives | {"head_dim": 24}),
         "mistral": ("Mistral", narrow | {"head_dim": 32, "sliding_window": 7}),
         "qwen2": ("Qwen2", fives),
-        "qwen3": (
-            "Qwen3",
-            {**narrow, "num_attention_heads": 5, "num_key_value_heads": 1} | {"head_dim": 32},
-        ),
+        "qwen3": ("Qwen3", {**narrow, "num_attention_heads": 5, "num_key_value_heads": 1} | {"head_dim": 32}),
     }[family]
     config = getattr(transformers, f"{name}Config")(**(sizes | own | changes))
     return scatter(getattr(transformers, f"{name}ForCausalLM")(config), seed)

@@ -26,13 +26,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def plain(layers: int = 1, **changes) -> ModelSpec:
     """One lane; 50 rows of the head divide by nothing."""
-    base = {
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_heads": 4,
-        "vocab_size": 50,
-        "dtype": DType.F16,
-    }
+    base = {"hidden_size": 32, "intermediate_size": 44, "num_heads": 4, "vocab_size": 50, "dtype": DType.F16}
     return spec_of(num_layers=layers, **(base | changes))
 
 

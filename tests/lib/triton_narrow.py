@@ -9,10 +9,7 @@ from tests.lib.narrow_stream import NarrowWeights
 SMALLEST = {"hidden_size": 128, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
             "num_layers": 1, "max_context": 64}  # fmt: skip
 ODD = SMALL | {"hidden_size": 92, "intermediate_size": 164, "num_layers": 1}
-LINES = SMALLEST | {
-    "hidden_size": 1024,
-    "intermediate_size": 1536,
-}  # and several tiles of one width
+LINES = SMALLEST | {"hidden_size": 1024, "intermediate_size": 1536}  # and several tiles of one width
 CASES = {
     "fp8 blocks": (FORMATS["fp8-block"], LARGE | {"num_layers": 1}),
     "fp8 blocks, odd sizes": (FORMATS["fp8-block"], ODD),

@@ -72,9 +72,7 @@ os.preadv = slow
 mapped_files.LEAST_BYTES = 64 << 10
 weight_upload.LEAST_BYTES = 0  # all by pieces
 weight_upload.torch = SimpleNamespace(
-    empty=of_the_host,
-    uint8=torch.uint8,
-    cuda=SimpleNamespace(Event=Event, current_stream=lambda device: None),
+    empty=of_the_host, uint8=torch.uint8, cuda=SimpleNamespace(Event=Event, current_stream=lambda device: None)
 )
 memory.WeightUpload = lambda device: weight_upload.WeightUpload(torch.device("cuda"))
 ReferenceBackend.__init__ = open_with_upload

@@ -109,13 +109,7 @@ FAULTS = (
         "cuda/test_profile.py",
         "profile's --depth is read and forgotten",
     ),
-    Fault(
-        "__main__.py",
-        ".main(args[1:])",
-        ".main(args)",
-        "host/test_cli.py",
-        "kog hands over its own command word",
-    ),
+    Fault("__main__.py", ".main(args[1:])", ".main(args)", "host/test_cli.py", "kog hands over its own command word"),
     Fault(
         "bench/arguments.py",
         '"deepest": max(depths)',

@@ -21,12 +21,7 @@ FORMATS = (
     "host/test_formats_refused.py",
     "host/test_formats_packages.py",
 )
-COMMANDS = (
-    "host/test_command_lines.py",
-    "host/test_cli.py",
-    "host/test_cli_requests.py",
-    "host/test_arguments.py",
-)
+COMMANDS = ("host/test_command_lines.py", "host/test_cli.py", "host/test_cli_requests.py", "host/test_arguments.py")
 REQUESTS = ("host/test_engine.py", "host/test_streaming.py", "host/test_queue.py")
 BENCH = (
     "bench/test_bench_values.py",
@@ -44,18 +39,8 @@ TEXT = (
 )
 # Of the package, what a random draw is from, and which tests judge it: the first pattern that fits a file.
 AREAS: dict[str, tuple[str, ...]] = {
-    "plan.py": (
-        "host/test_plan_text.py",
-        "host/test_plan.py",
-        "host/test_scaling.py",
-        "host/test_cli.py",
-    ),
-    "doctor.py": (
-        "host/test_doctor_values.py",
-        "host/test_doctor.py",
-        "host/test_choose.py",
-        "host/test_cache.py",
-    ),
+    "plan.py": ("host/test_plan_text.py", "host/test_plan.py", "host/test_scaling.py", "host/test_cli.py"),
+    "doctor.py": ("host/test_doctor_values.py", "host/test_doctor.py", "host/test_choose.py", "host/test_cache.py"),
     "cache.py": ("host/test_cache.py",),
     "quantize.py": ("host/test_quantize.py",),
     "generate.py": ("host/test_cli_requests.py", "host/test_cli_talk.py", *COMMANDS),
@@ -69,11 +54,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "server/limits.py": ("server/test_limits.py", "server/test_by_value.py"),
     "vllm_names.py": ("host/test_vllm_names.py", "host/test_llm_arguments.py"),
     "llm_arguments.py": ("host/test_llm_arguments.py", "host/test_vllm_names.py"),
-    "prompts.py": (
-        "host/test_vllm_names.py",
-        "host/test_vllm_chat.py",
-        "host/test_prompt_logprobs.py",
-    ),
+    "prompts.py": ("host/test_vllm_names.py", "host/test_vllm_chat.py", "host/test_prompt_logprobs.py"),
     "llm.py": (
         "host/test_engine.py",
         "host/test_vllm_names.py",
@@ -84,12 +65,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "host/test_conversations.py",
         "host/test_text_stop.py",
     ),
-    "engine.py": (
-        *REQUESTS,
-        "host/test_kv_reuse.py",
-        "host/test_quiet.py",
-        "host/test_conversations.py",
-    ),
+    "engine.py": (*REQUESTS, "host/test_kv_reuse.py", "host/test_quiet.py", "host/test_conversations.py"),
     "generation.py": (*REQUESTS, "host/test_text_stop.py", "host/test_prompt_logprobs.py"),
     "request_queue.py": ("host/test_queue.py", "host/test_engine.py"),
     "outputs.py": ("host/test_engine.py", "host/test_vllm_names.py", "server/test_by_value.py"),
@@ -100,22 +76,10 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cli/activity.py": ("host/test_cli_requests.py", *COMMANDS),
     "cli/command.py": ("host/test_interrupts.py", "host/test_cli_process.py", *COMMANDS),
     "cli/*.py": (*COMMANDS, "host/test_cli_talk.py", "host/test_cli_process.py"),
-    "checkpoint/formats/*.py": (
-        *FORMATS,
-        "host/test_checkpoint_values.py",
-        "host/test_quantize.py",
-    ),
-    "checkpoint/gguf/*.py": (
-        "host/test_gguf_values.py",
-        "host/test_gguf.py",
-        "host/test_gguf_tokenizer.py",
-    ),
+    "checkpoint/formats/*.py": (*FORMATS, "host/test_checkpoint_values.py", "host/test_quantize.py"),
+    "checkpoint/gguf/*.py": ("host/test_gguf_values.py", "host/test_gguf.py", "host/test_gguf_tokenizer.py"),
     "checkpoint/hub.py": ("host/test_checkpoint.py", "host/test_damaged_checkpoint.py"),
-    "checkpoint/quantizing.py": (
-        "host/test_checkpoint_values.py",
-        "host/test_quantize.py",
-        *FORMATS,
-    ),
+    "checkpoint/quantizing.py": ("host/test_checkpoint_values.py", "host/test_quantize.py", *FORMATS),
     "checkpoint/narrow*.py": (
         "host/test_checkpoint_values.py",
         *FORMATS,
@@ -137,38 +101,18 @@ AREAS: dict[str, tuple[str, ...]] = {
     "text/grammar.py": ("host/test_grammar.py", "host/test_cli_requests.py"),
     "text/check_grammar.py": ("host/test_grammar.py", "server/test_tool_grammar.py"),
     "text/sandbox.py": ("host/test_text_sandbox.py", "host/test_text_chat.py"),
-    "text/*process.py": (
-        "host/test_text_sandbox.py",
-        "host/test_grammar.py",
-        "host/test_text_chat.py",
-    ),
-    "text/render_template.py": (
-        "host/test_text_tokens.py",
-        "host/test_text_sandbox.py",
-        "host/test_text_chat.py",
-    ),
+    "text/*process.py": ("host/test_text_sandbox.py", "host/test_grammar.py", "host/test_text_chat.py"),
+    "text/render_template.py": ("host/test_text_tokens.py", "host/test_text_sandbox.py", "host/test_text_chat.py"),
     "text/reasoning.py": ("host/test_answer_parsers.py", "host/test_tool_calls.py"),
     "text/answer.py": ("host/test_answer_parsers.py", "host/test_tool_calls.py"),
     "text/tool_calls.py": ("host/test_tool_calls.py", "host/test_answer_parsers.py"),
-    "text/qwen3_coder.py": (
-        "host/test_tool_calls.py",
-        "server/test_tool_grammar.py",
-        "host/test_answer_parsers.py",
-    ),
+    "text/qwen3_coder.py": ("host/test_tool_calls.py", "server/test_tool_grammar.py", "host/test_answer_parsers.py"),
     "text/injection.py": (*TEXT, "host/test_text_sandbox.py"),
     "text/content.py": ("host/test_vllm_chat.py",),
     "text/kept_ids.py": ("host/test_kept_ids.py",),
     "text/*.py": (*TEXT, "host/test_tokenizer_growth.py", "host/test_conversations.py"),
-    "sampling/params.py": (
-        "host/test_sampling_params.py",
-        "host/test_vllm_names.py",
-        "host/test_cli.py",
-    ),
-    "sampling/structured.py": (
-        "host/test_grammar.py",
-        "host/test_sampling_params.py",
-        "host/test_cli_requests.py",
-    ),
+    "sampling/params.py": ("host/test_sampling_params.py", "host/test_vllm_names.py", "host/test_cli.py"),
+    "sampling/structured.py": ("host/test_grammar.py", "host/test_sampling_params.py", "host/test_cli_requests.py"),
     "sampling/*.py": (
         "host/test_sampling_definition.py",
         "host/test_sampling_fixed.py",
@@ -212,9 +156,7 @@ def _operator(sign: str) -> type[ast.AST]:
 SIGNS = {
     _operator(sign): other
     for sign, other in zip(
-        ["+", "-", "*", "/", "//", "%", "<<", ">>"],
-        ["-", "+", "/", "*", "*", "+", ">>", "<<"],
-        strict=True,
+        ["+", "-", "*", "/", "//", "%", "<<", ">>"], ["-", "+", "/", "*", "*", "+", ">>", "<<"], strict=True
     )
 }
 
@@ -303,10 +245,7 @@ def _slips(node: ast.AST, source) -> Iterator[tuple[Place, str]]:  # type: ignor
         case ast.UnaryOp(op=ast.Not()):
             yield _place(node), f"({source(node.operand)})"
         case ast.BinOp() if type(node.op) in SIGNS and not isinstance(node.left, ast.Constant | ast.JoinedStr):
-            yield (
-                _place(node),
-                f"(({source(node.left)}) {SIGNS[type(node.op)]} ({source(node.right)}))",
-            )
+            yield (_place(node), f"(({source(node.left)}) {SIGNS[type(node.op)]} ({source(node.right)}))")
         case ast.Constant(value=bool()):
             yield _place(node), str(not node.value)
         case ast.Constant(value=int()):

@@ -172,11 +172,7 @@ FAULTS = (
         "--shutdown-timeout is ignored",
     ),
     Fault(
-        "serve.py",
-        '[os.environ.get("KOG_API_KEY", "")]',
-        "[]",
-        "host/test_command_lines.py",
-        "$KOG_API_KEY is ignored",
+        "serve.py", '[os.environ.get("KOG_API_KEY", "")]', "[]", "host/test_command_lines.py", "$KOG_API_KEY is ignored"
     ),
     Fault(
         "server/routes/completions.py",

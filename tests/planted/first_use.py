@@ -108,13 +108,7 @@ FAULTS = (
         "server/test_by_value.py",
         "a chosen token is among the likeliest whatever its rank",
     ),
-    Fault(
-        "doctor.py",
-        'part.share if part else ""',
-        '""',
-        "host/test_doctor.py",
-        "doctor hides that a GPU is shared",
-    ),
+    Fault("doctor.py", 'part.share if part else ""', '""', "host/test_doctor.py", "doctor hides that a GPU is shared"),
     Fault(
         "backends/unseen_gpu.py",
         "    if torch.cuda.is_available():\n        return None\n",

@@ -180,8 +180,8 @@ FAULTS = (
     ),
     Fault(
         "backends/cuda/prompts_beside.py",
-        "self._open_matrices(lowering, memory, rank),",
-        "self._open_matrices(lowering, self.memory, rank),",
+        "self._open_matrices(lowering, memory, rank)",
+        "self._open_matrices(lowering, self.memory, rank)",
         "cuda/test_cuda_rank_prompts.py",
         "all ranks' passes multiply with the first one's weights",
     ),

@@ -89,11 +89,7 @@ FAULTS = (
         "the progress bar counts no samples",
     ),
     Fault(
-        "backends/compile_log.py",
-        "    timer.start()\n",
-        "",
-        "host/test_compile_log.py",
-        "a slow compiler is silent",
+        "backends/compile_log.py", "    timer.start()\n", "", "host/test_compile_log.py", "a slow compiler is silent"
     ),
     Fault(
         "backends/gpu_entry.py",

@@ -11,13 +11,7 @@ FAULTS = (
         "host/test_rope.py",
         "llama3 scaling slows the short waves",
     ),
-    Fault(
-        "schedule/rope.py",
-        "* rope.attention_factor",
-        "",
-        "host/test_rope.py",
-        "YaRN forgets its attention factor",
-    ),
+    Fault("schedule/rope.py", "* rope.attention_factor", "", "host/test_rope.py", "YaRN forgets its attention factor"),
     Fault(
         "schedule/exchanges.py",
         "(known[:, None, :] >= use.read)",

@@ -60,13 +60,7 @@ FAULTS = (
         "server/test_limits.py",
         "a route is open without a key",
     ),
-    Fault(
-        "server/limits.py",
-        'f"{matches.index(True)}:"',
-        '""',
-        "server/test_limits.py",
-        "keys share prefixes",
-    ),
+    Fault("server/limits.py", 'f"{matches.index(True)}:"', '""', "server/test_limits.py", "keys share prefixes"),
     Fault(
         "server/admission.py",
         "            self.num_inside -= 1",

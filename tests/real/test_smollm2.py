@@ -27,10 +27,7 @@ TALK = [
 ]
 PROMPTS = [
     TALK[:1],
-    [
-        {"role": "system", "content": "Answer with one word."},
-        {"role": "user", "content": "Is ice cold?"},
-    ],
+    [{"role": "system", "content": "Answer with one word."}, {"role": "user", "content": "Is ice cold?"}],
     TALK,
 ]
 TOKENS, END = 16, 2

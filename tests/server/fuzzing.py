@@ -27,23 +27,10 @@ from tests.lib.served import Served, served
 
 RECORD = Path(__file__).with_name("fuzz-record.json")
 FLAGS = ("--max-num-seqs", "4", "--tool-call-parser", "hermes", "--served-model-name", "m")
-WITH_BODY = (
-    "chat_completions",
-    "completions",
-    "responses",
-    "messages",
-    "count_tokens",
-    "tokenize",
-    "detokenize",
-)
+WITH_BODY = ("chat_completions", "completions", "responses", "messages", "count_tokens", "tokenize", "detokenize")
 
 
-CHECKS = [
-    not_a_server_error,
-    response_schema_conformance,
-    content_type_conformance,
-    status_code_conformance,
-]
+CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance]
 
 
 def fuzz(server: Served, cases: int) -> dict[int, int]:

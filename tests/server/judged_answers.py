@@ -72,11 +72,7 @@ def judge(model: Path, questions: list[Question], device: str, context: int) -> 
     cold = statistics.median(question.cold_ms for question in questions[1:])
     return {
         "prompt_tokens": [questions[0].tokens, questions[-1].tokens],
-        "percent_cached": {
-            "found": round(cached, 1),
-            "asked": ASKED_CACHED,
-            "held": cached >= ASKED_CACHED,
-        },
+        "percent_cached": {"found": round(cached, 1), "asked": ASKED_CACHED, "held": cached >= ASKED_CACHED},
         "prompt_ms": {
             "warm": round(warm, 2),
             "cold": round(cold, 2),

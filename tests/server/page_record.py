@@ -117,11 +117,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--pictures", action="store_true")
     args = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as place,
-        scripted(Path(place)) as server,
-        chromium() as browser,
-    ):
+    with tempfile.TemporaryDirectory() as place, scripted(Path(place)) as server, chromium() as browser:
         if args.pictures:
             take_pictures(server, browser)
             return

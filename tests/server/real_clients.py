@@ -250,10 +250,7 @@ def guidellm(server: Served) -> dict[str, Any]:
         data, out = Path(place, "prompts.jsonl"), Path(place, "out.json")
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         command = [python().with_name("guidellm"), "run"]
-        command += [
-            "--backend",
-            f"kind=openai_http,target={server.url},request_format=/v1/chat/completions",
-        ]
+        command += ["--backend", f"kind=openai_http,target={server.url},request_format=/v1/chat/completions"]
         command += ["--profile", "kind=synchronous", "--data", f"kind=json_file,path={data}"]
         command += ["--constraint", f"kind=max_requests,count={REQUESTS}", "--disable-console"]
         command += ["--tokenizer", f"kind=huggingface_auto,model={model}"]

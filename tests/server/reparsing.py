@@ -49,10 +49,7 @@ class Reparsing:
 def follow(server: Served, body: dict[str, Any]) -> tuple[Reparsing, float]:
     """The client at the end of a stream, and seconds from the request to its last parse."""
     client, begun = Reparsing(), time.perf_counter()
-    with (
-        server.client() as http,
-        http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response,
-    ):
+    with server.client() as http, http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200
         for data in response.iter_raw():
             client.take(data)

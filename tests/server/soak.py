@@ -109,10 +109,7 @@ class Soak:
     def leave(self, name: str) -> bool:
         """A client that goes in the middle of its answer."""
         body = {"messages": [{"role": "user", "content": name + self._text}], "stream": True}
-        with (
-            self._server.client() as client,
-            client.stream("POST", "/v1/chat/completions", json=body) as response,
-        ):
+        with self._server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
             return bool(next(read_events(response))["choices"])
 
     def wrong(self, name: str) -> bool:

@@ -37,12 +37,7 @@ class Answer:
 
 def ask(server: Served, messages: list[dict[str, Any]], **fields: Any) -> Answer:
     """A greedy answer of printable bytes."""
-    body = {
-        "messages": messages,
-        "temperature": 0,
-        "max_tokens": ANSWER_TOKENS,
-        "allowed_token_ids": PRINTABLE,
-    }
+    body = {"messages": messages, "temperature": 0, "max_tokens": ANSWER_TOKENS, "allowed_token_ids": PRINTABLE}
     response = server.post("/v1/chat/completions", body | fields)
     assert response.status_code == 200, response.text
     answer = response.json()

@@ -82,11 +82,7 @@ def test_timings_by_value():
 
 
 def test_a_token_of_a_completion_tells_where_its_text_begins():
-    tokens = [
-        None,
-        {3: Logprob(-0.5, 1, "bcd")},
-        {4: Logprob(-9e9, 7, "e"), 5: Logprob(-0.25, 1, "f")},
-    ]
+    tokens = [None, {3: Logprob(-0.5, 1, "bcd")}, {4: Logprob(-9e9, 7, "e"), 5: Logprob(-0.25, 1, "f")}]
     names, offsets = ["a", "bcd", "e"], [10, 11, 14]
     assert figures.completion_logprobs(tokens, names, offsets, lambda _, text: text) == {
         "tokens": ["a", "bcd", "e"],
@@ -161,12 +157,7 @@ def test_metrics_tell_what_happened_under_our_names_and_vllms():
         for (name, *labels), value in told.items()
         if name.startswith("vllm:")
     }
-    times = (
-        "time_to_first_token",
-        "request_queue_time",
-        "request_prefill_time",
-        "request_decode_time",
-    )
+    times = ("time_to_first_token", "request_queue_time", "request_prefill_time", "request_decode_time")
     assert {name for name, *_ in vllm} == {
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
         "generation_tokens_total", "request_success_total",
@@ -362,10 +353,7 @@ def test_an_error_names_the_field_and_not_how_it_is_read(server, path, body, par
 @pytest.mark.parametrize("fields", [{"max_tokens": 10000}, {"prompt": "x" * 600}, {"prompt": "x" * 99999}])
 def test_agents_are_told_by_openais_word_that_a_context_is_full(server, fields):
     response = server.post("/v1/completions", {"prompt": "x", **fields})
-    assert (response.status_code, response.json()["error"]["code"]) == (
-        400,
-        "context_length_exceeded",
-    )
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_completion_is_held_by_a_response_format_too(server):
@@ -383,8 +371,7 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object():
     """Those that are no JSON, of a model's broken call, as they are."""
     got = []
     tokenizer = SimpleNamespace(
-        encode_chat=lambda messages, **how: got.append((messages, how)) or [1],
-        chat_templates={"default": ""},
+        encode_chat=lambda messages, **how: got.append((messages, how)) or [1], chat_templates={"default": ""}
     )
     opened = SimpleNamespace(max_context=64)
     model = SimpleNamespace(tokenizer=tokenizer, opened=opened)

@@ -93,11 +93,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "weather",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
         },
     },
     {"type": "web_search"},
@@ -225,20 +221,11 @@ def test_what_is_not_known_is_named(server):
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs and response_format both shape",
         ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "image_url",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "image_url"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "no tool has that name",
-        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no tool has that name"),
         ({"chat_template": "{{ 1 }}"}, "chat_template in a request is refused"),
-        (
-            {"chat_template_kwargs": {"messages": []}},
-            "chat_template_kwargs.messages is not allowed",
-        ),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is not allowed"),
         ({"structured_outputs": {"regex": "("}}, "regex"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
         ({"max_tokens": 100000}, "exceeds the context"),

@@ -123,16 +123,8 @@ def test_openai_responses_take_their_own_output_back(oai, server):
     tools = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
     first = oai.responses.create(model="", input=prompt, tools=tools)
     call = first.output[0]
-    told = {
-        "type": "function_call_output",
-        "call_id": call.call_id,
-        "output": server.play("oai_next", "Sun."),
-    }
-    history = [
-        {"role": "user", "content": prompt},
-        *(item.to_dict() for item in first.output),
-        told,
-    ]
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": server.play("oai_next", "Sun.")}
+    history = [{"role": "user", "content": prompt}, *(item.to_dict() for item in first.output), told]
     assert oai.responses.create(model="", input=history, tools=tools).output_text == "Sun."
 
 
@@ -167,10 +159,7 @@ def test_anthropic_message(claude, server):
     answer = claude.messages.create(
         model=server.get("/v1/models").json()["data"][0]["id"],
         max_tokens=50,
-        system=[
-            {"type": "text", "text": "x-anthropic-billing-header: 1"},
-            {"type": "text", "text": "Be."},
-        ],
+        system=[{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "Be."}],
         messages=says(server, "claude", "<think>hm</think>Hello."),
     )
     assert [block.type for block in answer.content] == ["thinking", "text"]
@@ -189,16 +178,8 @@ def test_anthropic_stream_of_a_tool_call_and_its_result(claude, server):
     assert kinds[-1] == "message_stop"
     assert [block.type for block in answer.content] == ["text", "tool_use"]
     call = answer.content[1]
-    assert (call.name, call.input, answer.stop_reason) == (
-        "weather",
-        {"city": "Zürich"},
-        "tool_use",
-    )
-    result = {
-        "type": "tool_result",
-        "tool_use_id": call.id,
-        "content": server.play("claude_next", "Sun."),
-    }
+    assert (call.name, call.input, answer.stop_reason) == ("weather", {"city": "Zürich"}, "tool_use")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": server.play("claude_next", "Sun.")}
     history = [
         *asked,
         {"role": "assistant", "content": [block.to_dict() for block in answer.content]},
@@ -236,11 +217,7 @@ def test_anthropic_stop_sequence_and_errors(claude, server):
     model = server.get("/v1/models").json()["data"][0]["id"]
     asked = says(server, "claude_stop", "one two")
     answer = claude.messages.create(model=model, max_tokens=9999, stop_sequences=[" "], messages=asked)
-    assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == (
-        "one",
-        "stop_sequence",
-        " ",
-    )
+    assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("one", "stop_sequence", " ")
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="other", max_tokens=1, messages=asked)
     with pytest.raises(anthropic.BadRequestError, match="only text is read"):

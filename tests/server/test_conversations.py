@@ -32,11 +32,7 @@ def test_an_agents_prefix_is_computed_once(agents, figure):
 def test_a_prefix_survives_an_answer_that_was_cut_off(agents):
     messages = [{"role": "user", "content": SYSTEM}]
     first = ask(agents, messages, max_tokens=400, stop=["e"])
-    again = [
-        *messages,
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "go on"},
-    ]
+    again = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "go on"}]
     warm = ask(agents, again)
     assert warm.cached >= first.tokens
     assert warm.text == ask(agents, again, cache_salt="cold").text
@@ -54,10 +50,7 @@ def test_a_pass_that_went_wrong_fails_its_request_alone(agents, figure, fault, s
     assert response.status_code == status
     again = ask(agents, messages)
     assert (again.text, again.cached) == (clean.text, 0)
-    figure(
-        "R4",
-        f"{fault} in a layer of the reference: {status}, nothing cached after it, next answer as clean",
-    )
+    figure("R4", f"{fault} in a layer of the reference: {status}, nothing cached after it, next answer as clean")
 
 
 @pytest.mark.slow

@@ -30,10 +30,7 @@ def ready(server):
 def broken_stream(server, prompt):
     """(the events of a stream that breaks off, the seconds from its first to its last)"""
     body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
-    with (
-        server.client() as client,
-        client.stream("POST", "/v1/chat/completions", json=body) as response,
-    ):
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
         events, times = [], []
         for event in read_events(response):
             events.append(event)
@@ -43,11 +40,7 @@ def broken_stream(server, prompt):
 
 @pytest.mark.parametrize(
     ("name", "fault", "within"),
-    [
-        ("R2", "exit", 1.0),
-        ("R1", "hang", SILENT_S + 1.0),
-        ("R1, whole process", "freeze", SILENT_S + 1.0),
-    ],
+    [("R2", "exit", 1.0), ("R1", "hang", SILENT_S + 1.0), ("R1, whole process", "freeze", SILENT_S + 1.0)],
 )
 def test_a_stream_is_told_that_its_engine_is_lost(fragile, figure, name, fault, within):
     before = fragile.metric("kog:engine_restarts_total")
@@ -74,10 +67,7 @@ def test_what_takes_longer_than_the_timeout_and_goes_on_is_let(fragile, figure, 
     assert answer["choices"][0]["message"]["content"] == "abc"
     assert seconds > 2 * SILENT_S
     assert fragile.metric("kog:engine_restarts_total") == restarts
-    figure(
-        "R1",
-        f"a prompt of {seconds:.1f} s under --engine-timeout {SILENT_S:g} by {next(iter(script))}",
-    )
+    figure("R1", f"a prompt of {seconds:.1f} s under --engine-timeout {SILENT_S:g} by {next(iter(script))}")
 
 
 def test_a_device_that_hangs_in_a_prompt_is_found(fragile, figure):
@@ -103,10 +93,7 @@ def test_twenty_engines_are_lost_one_after_the_other(fragile, figure):
         worst = max(worst, seconds)
         wait_for(lambda: ready(fragile))
         assert fragile.chat("x")["choices"][0]["message"]["content"] == "ok"
-    figure(
-        "R2",
-        f"20 of 20 engines killed in a stream, the error event at most {worst:.2f} s after the first token",
-    )
+    figure("R2", f"20 of 20 engines killed in a stream, the error event at most {worst:.2f} s after the first token")
 
 
 def test_while_an_engine_starts_again_requests_are_refused_at_once(fragile, figure):
@@ -287,20 +274,14 @@ def test_a_server_drains_what_runs(tmp_path, checkpoint, figure):
         assert server.process.wait(30) == 0
     assert found == dict.fromkeys(range(3), "x" * 60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-    figure(
-        "R7",
-        f"/ready 503 {seconds * 1e3:.0f} ms after SIGTERM, three streams ended well, exit code 0",
-    )
+    figure("R7", f"/ready 503 {seconds * 1e3:.0f} ms after SIGTERM, three streams ended well, exit code 0")
 
 
 def test_a_second_signal_ends_the_server_at_once(tmp_path, checkpoint, figure):
     with served(tmp_path, checkpoint) as server:
         prompt = server.play("endless", "x" * 400, tokens_per_s=2)
         body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
-        with (
-            server.client() as client,
-            client.stream("POST", "/v1/chat/completions", json=body) as response,
-        ):
+        with server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
             lines = response.iter_lines()  # closed, it would close the connection
             next(lines)

@@ -23,11 +23,7 @@ HOSTILE = {
     "100,000 choices": ({"choice": [f"v{i}" for i in range(100_000)]}, "v1", "took more than"),
     "open group": ({"regex": "(" * 10_000}, "", "regex"),
     "look-around": ({"regex": "(?=a)b"}, "", "look-around"),
-    "reference to itself": (
-        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
-        "",
-        "json",
-    ),
+    "reference to itself": ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "", "json"),
     "20,000 references in a row": (
         {"json": {"$ref": "#/$defs/a0", "$defs": CHAIN | {"a20000": {"type": "string"}}}},
         "",
@@ -60,11 +56,7 @@ HOSTILE = {
         "aaaa",
         "Too many items",
     ),
-    "an intersection": (
-        {"grammar": "start: A\nA: /(.*a.{300})/ & /(.*b.{300})/ & ~/(.*c.{300})/"},
-        "",
-        "fuel",
-    ),
+    "an intersection": ({"grammar": "start: A\nA: /(.*a.{300})/ & /(.*b.{300})/ & ~/(.*c.{300})/"}, "", "fuel"),
 }
 
 
@@ -77,15 +69,8 @@ def test_a_hostile_grammar_is_refused_or_harmless(server, figure, name):
     gaps = []
 
     def read():
-        body = {
-            "messages": [{"role": "user", "content": prompt}],
-            "stream": True,
-            "stream_interval": 1,
-        }
-        with (
-            server.client() as client,
-            client.stream("POST", "/v1/chat/completions", json=body) as r,
-        ):
+        body = {"messages": [{"role": "user", "content": prompt}], "stream": True, "stream_interval": 1}
+        with server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as r:
             last = time.monotonic()
             for _ in read_events(r):
                 now = time.monotonic()
@@ -120,8 +105,7 @@ def test_a_hostile_grammar_is_refused_or_harmless(server, figure, name):
     assert good["choices"][0]["message"]["content"] == "ok"
     assert server.metric("kog:engine_restarts_total") == restarts
     figure(
-        "R15",
-        f"{name}: {response.status_code} after {seconds:.2f} s, longest gap beside it {max(gaps) * 1e3:.0f} ms",
+        "R15", f"{name}: {response.status_code} after {seconds:.2f} s, longest gap beside it {max(gaps) * 1e3:.0f} ms"
     )
 
 

@@ -130,10 +130,7 @@ def test_the_time_in_line_is_counted_and_told(guarded):
 def leave(server, prompt, events):
     """Read so many events of a stream and go."""
     body = {"messages": [{"role": "user", "content": prompt}], "stream": True, "stream_interval": 1}
-    with (
-        server.client() as client,
-        client.stream("POST", "/v1/chat/completions", json=body) as response,
-    ):
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
         found = read_events(response)
         for _ in range(events):
             next(found)
@@ -208,10 +205,7 @@ def test_clients_that_come_and_go_leave_nothing(server, figure, count):
     after = memory_and_files(server)
     assert after[0] < 1.05 * before[0]
     assert server.chat("x")["choices"][0]["message"]["content"] == "ok"
-    figure(
-        "R6",
-        f"{count} clients that left: {after[0] - before[0]} KiB of memory, {after[1] - before[1]} files",
-    )
+    figure("R6", f"{count} clients that left: {after[0] - before[0]} KiB of memory, {after[1] - before[1]} files")
 
 
 # ---- R10, R12, idle connections ----
@@ -371,10 +365,7 @@ def test_a_hostile_template_ends_and_the_server_answers_meanwhile(tmp_path, chec
         assert response.status_code == 400
         assert "template" in response.json()["error"]["message"]
     assert max(times) < SLACK_S
-    figure(
-        "R13",
-        f"a template without an end: 400; /version meanwhile in {max(times) * 1e3:.0f} ms at most",
-    )
+    figure("R13", f"a template without an end: 400; /version meanwhile in {max(times) * 1e3:.0f} ms at most")
 
 
 # ---- R19: logs ----

@@ -14,10 +14,7 @@ from tests.lib.served import wait_for
 HERE = Path(__file__).parent / "node"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-UNSTREAMED = {
-    ("chat", "cut"),
-    ("chat", "fails"),
-}  # both clients raise an error of their own for them
+UNSTREAMED = {("chat", "cut"), ("chat", "fails")}  # both clients raise an error of their own for them
 FLAT_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}]
 
 
@@ -30,11 +27,7 @@ def node(tmp_path_factory):
     for name in ("client.mjs", "package.json", "package-lock.json"):
         shutil.copy(HERE / name, folder)
     subprocess.run(
-        ["npm", "ci", "--no-audit", "--no-fund", "--silent"],
-        cwd=folder,
-        check=True,
-        timeout=300,
-        env=os.environ,
+        ["npm", "ci", "--no-audit", "--no-fund", "--silent"], cwd=folder, check=True, timeout=300, env=os.environ
     )
     return folder
 
@@ -59,11 +52,7 @@ def cases(server):
     }
     texts = {
         "one": {"prompt": says("one", "text")[0]["content"], "max_tokens": 40},
-        "two": {
-            "prompt": [says(n, n)[0]["content"] for n in ("uno", "due")],
-            "max_tokens": 40,
-            "logprobs": 1,
-        },
+        "two": {"prompt": [says(n, n)[0]["content"] for n in ("uno", "due")], "max_tokens": 40, "logprobs": 1},
         "ids": {"prompt": [1, 2, 3], "max_tokens": 5},
     }
     inputs = {

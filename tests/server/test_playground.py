@@ -24,12 +24,7 @@ POLICY = {
     "require-trusted-types-for 'script'",
     "trusted-types dompurify",
 }
-TYPES = {
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".html": "text/html",
-    ".svg": "image/svg+xml",
-}
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
 def text_of(path):

@@ -77,10 +77,7 @@ def test_a_server_that_is_gone_is_said(browser, tmp_path, checkpoint):
 
 
 def test_a_key_is_asked_for_and_sent(browser, tmp_path, checkpoint):
-    with (
-        served(tmp_path, checkpoint, "--api-key", "secret") as server,
-        opened(browser, server) as page,
-    ):
+    with served(tmp_path, checkpoint, "--api-key", "secret") as server, opened(browser, server) as page:
         page.wait_for_selector("#key[open]")
         page.fill("#key [name=key]", "wrong")
         page.keyboard.press("Enter")
@@ -168,10 +165,7 @@ def test_an_answer_is_asked_for_again_and_copied(browser, server):
 
 
 def test_the_demo_continues_texts(browser, tmp_path):
-    with (
-        served(tmp_path, None, "--backend", "reference") as server,
-        opened(browser, server) as page,
-    ):
+    with served(tmp_path, None, "--backend", "reference") as server, opened(browser, server) as page:
         page.wait_for_selector(READY)
         assert page.is_disabled("[value=chat]") and page.is_checked("[value=text]")
         page.click("#examples li:first-child button")
@@ -251,19 +245,8 @@ def test_a_gpu_and_its_share_of_bandwidth_are_shown(browser, server):
         route.fulfill(json=told)
 
     def answer(route):
-        timings = {
-            "predicted_per_second": 1792.4,
-            "predicted_n": 257,
-            "mbu": 0.957,
-            "kv_depth": 289,
-        }
-        timings |= {
-            "queue_ms": 0.5,
-            "prompt_ms": 2.3,
-            "itl_p50_us": 586.2,
-            "itl_p99_us": 12345,
-            "cache_n": 3,
-        }
+        timings = {"predicted_per_second": 1792.4, "predicted_n": 257, "mbu": 0.957, "kv_depth": 289}
+        timings |= {"queue_ms": 0.5, "prompt_ms": 2.3, "itl_p50_us": 586.2, "itl_p99_us": 12345, "cache_n": 3}
         choice = {"index": 0, "delta": {"content": "yes"}, "finish_reason": "stop"}
         data = json.dumps({"choices": [choice], "timings": timings})
         route.fulfill(body=f"data: {data}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
@@ -276,12 +259,7 @@ def test_a_gpu_and_its_share_of_bandwidth_are_shown(browser, server):
         assert "H200" in page.inner_text("#where")
         ask(page, "are you fast?")
         shown = {name: page.inner_text(f"#{name}") for name in ("rate-value", "mbu", "itl", "ttft")}
-        assert shown == {
-            "rate-value": "1,792",
-            "mbu": "96 %",
-            "itl": "586 µs / 12 ms",
-            "ttft": "2.8 ms",
-        }
+        assert shown == {"rate-value": "1,792", "mbu": "96 %", "itl": "586 µs / 12 ms", "ttft": "2.8 ms"}
         assert page.evaluate("document.getElementById('mbu-share').value") == pytest.approx(0.957)
         assert "MBU 96 %" in page.inner_text("article.answer footer")
         assert not page.said

@@ -51,14 +51,8 @@ def asked_of(tokenizer, **fields):
 def test_a_developer_s_message_is_the_system_s_where_the_template_knows_none():
     """OpenAI's newer name. Parts are told by their text alone, which `render` joins."""
     tokenizer = FakeTokenizer()
-    parts = [
-        {"type": "text", "text": "a", "cache_control": {}},
-        {"type": "input_text", "text": "b"},
-    ]
-    asked_of(
-        tokenizer,
-        messages=[{"role": "developer", "content": "German"}, {"role": "user", "content": parts}],
-    )
+    parts = [{"type": "text", "text": "a", "cache_control": {}}, {"type": "input_text", "text": "b"}]
+    asked_of(tokenizer, messages=[{"role": "developer", "content": "German"}, {"role": "user", "content": parts}])
     ((first, second),) = tokenizer.given
     assert first == {"role": "system", "content": "German"}
     assert second["content"] == [{"type": "text", "text": t} for t in "ab"]
@@ -142,10 +136,7 @@ def test_texts_of_other_forms_are_a_chat_s_parts_but_an_assistant_s_are_one():
 
 def test_texts_of_input_items_are_a_chat_s_parts_but_an_assistant_s_are_one():
     items = [
-        {
-            "role": "developer",
-            "content": "d",
-        },  # `render` asks the template whether it knows that role
+        {"role": "developer", "content": "d"},  # `render` asks the template whether it knows that role
         {"role": "user", "content": BLOCKS},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": t} for t in "xy"]},
         {"role": "assistant", "content": BLOCKS},

@@ -43,14 +43,7 @@ def test_every_flag_reaches_its_setting(monkeypatch, tmp_path):
     }  # fmt: skip
     assert (settings.interval.seconds, settings.interval.tokens) == (0.014, 6)
     every = {word for action in serve.build_parser()._actions for word in action.option_strings}
-    others = {
-        "-h",
-        "--help",
-        "--gpus",
-        "--tensor-parallel-size",
-        "--served-model-name",
-        "--api-key",
-    }
+    others = {"-h", "--help", "--gpus", "--tensor-parallel-size", "--served-model-name", "--api-key"}
     assert every == {*flags, *others, "--enable-auto-tool-choice"}
 
 

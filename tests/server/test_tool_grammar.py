@@ -11,11 +11,7 @@ from kog_triton.text.qwen3_coder import Qwen3CoderParser
 
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "path": {"type": "string"},
-        "lines": {"$ref": "#/$defs/range"},
-        "mode": {"enum": ["read", "write"]},
-    },
+    "properties": {"path": {"type": "string"}, "lines": {"$ref": "#/$defs/range"}, "mode": {"enum": ["read", "write"]}},
     "required": ["path", "lines"],
     "$defs": {"range": {"type": "array", "items": {"type": "integer"}}},
 }

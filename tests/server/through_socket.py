@@ -143,12 +143,7 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any], device: str) -> Non
     """A Llama of random weights with a vocabulary of its size: a token is a byte, or the text "w" and its number."""
     folder.mkdir(parents=True)
     # byte 0 ends an answer, where it is let: a grammar needs a token that does
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 0,
-        **config,
-    }
+    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "eos_token_id": 0, **config}
     assert config["model_type"] == "llama", "Llama's family alone is written here"
     (folder / "config.json").write_text(json.dumps(config))
     weights = RandomWeights(read_spec(config), device=device)

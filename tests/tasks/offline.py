@@ -4,12 +4,7 @@ import os
 import subprocess
 import sys
 
-env = {
-    "PATH": os.environ["PATH"],
-    "HF_HUB_OFFLINE": "1",
-    "HOME": "/proc/nowhere",
-    "OMP_NUM_THREADS": "1",
-}
+env = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HOME": "/proc/nowhere", "OMP_NUM_THREADS": "1"}
 env |= {"XDG_CACHE_HOME": "/proc/none", "HF_HOME": "/proc/none"}
 
 

@@ -7,10 +7,7 @@ from kog_triton import LLM, SamplingParams, StructuredOutputsParams
 TEMPLATE = "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[-1].content }}"
 ADD = {
     "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]\}\}\n</tool_call>'
 with LLM(chat_template=TEMPLATE) as llm:

@@ -2,12 +2,7 @@
 
 import warnings
 
-from kog_triton import (  # "from vllm" it said
-    LLM,
-    SamplingParams,
-    StructuredOutputsParams,
-    TokensPrompt,
-)
+from kog_triton import LLM, SamplingParams, StructuredOutputsParams, TokensPrompt  # "from vllm" it said
 from kog_triton.demo import checkpoint_path
 
 ignored = warnings.catch_warnings(record=True)

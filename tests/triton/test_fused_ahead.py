@@ -8,15 +8,7 @@ import torch
 
 from kog_triton.backends.prefill import fused_ahead
 from kog_triton.backends.prefill.suffixes import IDS
-from tests.lib.prefill_cases import (
-    BF16,
-    F16,
-    F32,
-    assert_filled,
-    empty_cache,
-    prefill_of,
-    tokens_of,
-)
+from tests.lib.prefill_cases import BF16, F16, F32, assert_filled, empty_cache, prefill_of, tokens_of
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the GPU here")
 
@@ -72,8 +64,7 @@ def compiled_here(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("qwen3", BF16), ("llama", F32), ("mistral", F16), ("lanes of all kinds", F32)],
+    ("name", "dtype"), [("qwen3", BF16), ("llama", F32), ("mistral", F16), ("lanes of all kinds", F32)]
 )
 def test_all_that_passes_launch_was_compiled(fused, compiled_here, name, dtype):
     ours, held = prefill_of(name, dtype, fused=True), empty_cache(name, dtype)

@@ -53,8 +53,7 @@ def test_triton_is_imported_by_the_first_pass_or_ahead_of_it():
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("one key head, yarn", F32), ("qwen3", BF16), ("mistral", F16), ("lanes at once", F32)],
+    ("name", "dtype"), [("one key head, yarn", F32), ("qwen3", BF16), ("mistral", F16), ("lanes at once", F32)]
 )
 def test_fused_kernels_compute_the_same(name, dtype):
     assert_filled(run_fused(name, dtype), name, dtype, 6)

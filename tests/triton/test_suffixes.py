@@ -88,10 +88,7 @@ def test_a_suffix_leaves_what_the_reference_leaves_in_its_slot_alone(name, dtype
         want = expected_streams(name, dtype, end)
         assert (streams - want).norm() < TOLERANCE[dtype] * want.norm()
     assert took == [3, 8]
-    assert ours._ran == {
-        BUCKET,
-        SUFFIX,
-    }  # each compiles kernels of its own, and says so if that takes long
+    assert ours._ran == {BUCKET, SUFFIX}  # each compiles kernels of its own, and says so if that takes long
     assert slots[0].isnan().all() and slots[2].isnan().all()
 
 

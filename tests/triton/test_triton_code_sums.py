@@ -62,16 +62,7 @@ class Known:
 
 
 @triton.jit
-def multiply(
-    x,
-    w,
-    out,
-    column,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    AXIS: tl.constexpr,
-    COLUMN: tl.constexpr,
-):
+def multiply(x, w, out, column, S: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, COLUMN: tl.constexpr):
     WORDS: tl.constexpr = T.stored_width(0)
     WIDE: tl.constexpr = min(WORDS, 128)
     i = tl.arange(0, T.widths[0] // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -144,11 +144,7 @@ def test_llama_on_hopper(reports_of, compiler):
 
 
 # Stack bytes, barriers, instructions of models whose rows are no power of two (benchmarks/triton-log.md#mixed-widths)
-UNEVEN = {
-    "qwen2.5-coder-1.5b": (96, 210, 17_500),
-    "qwen3-4b": (160, 235, 20_000),
-    "smollm2-135m": (16, 210, 8_000),
-}
+UNEVEN = {"qwen2.5-coder-1.5b": (96, 210, 17_500), "qwen3-4b": (160, 235, 20_000), "smollm2-135m": (16, 210, 8_000)}
 
 
 @pytest.mark.slow
@@ -299,8 +295,7 @@ def sums_of_rows(report: CompileReport) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    some_always(["small, int4", "small, int8", "small, fp8", "qwen3-8b, int4"], "small, int4"),
+    "shape", some_always(["small, int4", "small, int8", "small, fp8", "qwen3-8b, int4"], "small, int4")
 )
 def test_sums_of_each_column_are_in_the_order_of_one(shape, reports_of, compiler):
     """Else a request would have other bits among others than alone, which the interpreter does not see."""
@@ -355,8 +350,7 @@ def test_prompts_in_chunks_on_hopper(reports_of, compiler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "target, shape, spilled, most",
-    [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)],
+    "target, shape, spilled, most", [("sm_90", "llama-3.2-1b", 384, 26_000), ("gfx942", "tiny", SPILLED, 18_000)]
 )
 def test_prompts_in_chunks_with_all_sampling_rules(target, shape, spilled, most, reports_of, compiler):
     """The largest variant: what a request with penalties and a long prompt runs."""
@@ -381,10 +375,7 @@ def check_chunks(report: CompileReport) -> None:
 
 # Stack bytes and instructions of steps that requests share (benchmarks/triton-log.md#shared-steps)
 SHARED = {
-    ("sm_90", "llama-3.2-1b", "columns=8"): (
-        120,
-        23_000,
-    ),  # 96 before short contexts were walked by one split
+    ("sm_90", "llama-3.2-1b", "columns=8"): (120, 23_000),  # 96 before short contexts were walked by one split
     ("gfx942", "tiny", "columns=4"): (SPILLED, 12_000),
     ("sm_90", "llama-3.2-1b", "columns=4"): (96, 17_500),
     ("sm_90", "llama-3.2-1b", "columns=2"): (64, 14_000),
@@ -393,10 +384,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize(
-    "target, shape, variant",
-    some_always(SHARED, list(SHARED)[1]),
-)
+@pytest.mark.parametrize("target, shape, variant", some_always(SHARED, list(SHARED)[1]))
 def test_shared_steps_compile(target, shape, variant, reports_of, compiler):
     """Polls of meetings no narrower than the block; operands of all columns fit registers beside the weights."""
     stack, instructions = SHARED[target, shape, variant]
@@ -412,10 +400,7 @@ def test_shared_steps_compile(target, shape, variant, reports_of, compiler):
 
 @pytest.mark.parametrize(
     "target, shape",
-    some_always(
-        [("sm_90", "llama-3.2-1b"), ("gfx942", "lanes"), ("gfx942", "256 ids a block")],
-        ("gfx942", "lanes"),
-    ),
+    some_always([("sm_90", "llama-3.2-1b"), ("gfx942", "lanes"), ("gfx942", "256 ids a block")], ("gfx942", "lanes")),
 )
 def test_sampling_rules_compile(target, shape, reports_of, compiler):
     """The kernel of all rules spills a little, where nothing else waits for it."""

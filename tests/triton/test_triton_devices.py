@@ -60,10 +60,7 @@ def test_a_newer_gpu_has_a_block_on_nearly_each_multiprocessor(pretend, name):
         for tiling in tiles.stages:
             blocks = tiles.num_blocks if tiling.name == "lm_head" else tiles.group
             assert tiling.block_rows * blocks >= tiling.rows  # every row has a block
-            if tiling.name in (
-                "o_proj",
-                "down_proj",
-            ):  # and every block rows of the residual stream
+            if tiling.name in ("o_proj", "down_proj"):  # and every block rows of the residual stream
                 assert tiling.block_rows * (blocks - 1) < tiling.rows
 
 

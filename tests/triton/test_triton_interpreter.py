@@ -155,10 +155,7 @@ def test_tiles_in_a_loop(lines_axis, monkeypatch):
     spec = plain(num_heads=6, hidden_size=68, intermediate_size=132)
     case = Case(spec, tokens=PROMPT[:2])
     stages = backend_of(case).tiles.stages
-    assert [(s.units, s.k_tiles, s.loop_units) for s in (stages[1], stages[3])] == [
-        (5, 2, 2),
-        (5, 3, 1),
-    ]
+    assert [(s.units, s.k_tiles, s.loop_units) for s in (stages[1], stages[3])] == [(5, 2, 2), (5, 3, 1)]
     assert error_of(case, logits_of(case, 2, "stale", monkeypatch)) < 1
 
 
@@ -273,13 +270,7 @@ def test_squares_of_two_shapes_that_share_a_sum_are_all_in_it(monkeypatch, tmp_p
     """As in rows of 1,536 values: here tensors of 128 and 16 words meet in sums of 16 threads."""
     monkeypatch.setattr(residual, "POLLED", tl.constexpr(16))
     assert error_of(CASES["widths"], logits_of(CASES["widths"], 0, "sc", monkeypatch)) < 1
-    plant(
-        monkeypatch,
-        tmp_path,
-        "residual",
-        "            total += more\n",
-        "            total += more * 0.0\n",
-    )
+    plant(monkeypatch, tmp_path, "residual", "            total += more\n", "            total += more * 0.0\n")
     monkeypatch.setattr(sys.modules["planted_residual"], "POLLED", tl.constexpr(16))
     assert is_red(CASES["widths"], "sc", monkeypatch)
 

@@ -43,11 +43,7 @@ def test_stages_compute_what_the_unpacked_values_say(case):
 # Tiles of a head like qkv_proj's are asked for as if they were those, else when the head begins.
 @pytest.mark.parametrize(
     ("case", "alike"),
-    [
-        ("int4 g32, minimums, head", True),
-        ("int4 g32, then int8 and head", False),
-        ("fp8 channels", False),
-    ],
+    [("int4 g32, minimums, head", True), ("int4 g32, then int8 and head", False), ("fp8 channels", False)],
 )
 def test_tokens_one_after_the_other_have_the_reference_s_logits(case, alike):
     weights = weights_of(case)
@@ -126,27 +122,18 @@ def test_a_request_that_shares_its_steps_has_the_bits_that_it_has_alone(case):
 
 
 SHARED_FAULTS = {
-    "columns share what is prepared": (
-        "shared_step",
-        "p.words + task // TILES * S",
-        "p.words + 0 * S",
-    ),
+    "columns share what is prepared": ("shared_step", "p.words + task // TILES * S", "p.words + 0 * S"),
     "nobody waits for what is prepared": (
         "shared_step",
         "        _, alive = gather(number + BEFORE, 0, layer, alive, p, S)\n",
         "",
     ),
-    "all columns meet the first one's operands": (
-        "matvec",
-        "xs += column * S.total_words",
-        "xs += column * 0",
-    ),
+    "all columns meet the first one's operands": ("matvec", "xs += column * S.total_words", "xs += column * 0"),
 }
 
 
 @pytest.mark.parametrize(
-    "fault",
-    some_always(SHARED_FAULTS, "columns share what is prepared", "nobody waits for what is prepared"),
+    "fault", some_always(SHARED_FAULTS, "columns share what is prepared", "nobody waits for what is prepared")
 )
 def test_a_planted_fault_of_shared_steps_is_seen(fault, monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, *SHARED_FAULTS[fault])
@@ -199,12 +186,7 @@ CHUNK_FAULTS = {
         "word = (thread * SHAPE[0] + i // 4 % SHAPE[0]) * 4 + i % 4",
         "int8 channels, lines and tiles",
     ),
-    "one scale for all groups": (
-        "columns",
-        "+ tl.arange(0, step_groups(S, STAGE))",
-        "* 0",
-        "int4 g32",
-    ),
+    "one scale for all groups": ("columns", "+ tl.arange(0, step_groups(S, STAGE))", "* 0", "int4 g32"),
     "codes without their scales": (
         "columns",
         "        values *= load_floats(base + at[1], owned)\n",
@@ -212,12 +194,7 @@ CHUNK_FAULTS = {
         "int8 g64, zero points",
     ),
     "zero points are scales": ("columns", "base + at[2]", "base + at[1]", "int8 g64, zero points"),
-    "the tile before": (
-        "columns",
-        "tile += k // WIDTH * VALUES[2]",
-        "tile += 0",
-        "int8 channels, lines and tiles",
-    ),
+    "the tile before": ("columns", "tile += k // WIDTH * VALUES[2]", "tile += 0", "int8 channels, lines and tiles"),
 }
 
 

@@ -343,10 +343,7 @@ def test_memory_of_the_gpu_outlives_no_compiler():
 # ---- planted faults ----
 
 FAULTS = {
-    "columns share their words": (
-        "p.words + column * S.total_words, p.logits",
-        "p.words, p.logits",
-    ),
+    "columns share their words": ("p.words + column * S.total_words, p.logits", "p.words, p.logits"),
     "all columns read the first one's cache": (
         "at, slot = nth(pos, column), nth(slots, column)",
         "at, slot = nth(pos, column), nth(slots, 0)",
@@ -368,10 +365,7 @@ FAULTS = {
         "mine = at_column(p, own, p.group_index, S)",
         "mine = at_column(p, own * 0, p.group_index, S)",
     ),
-    "every token's position is the first one's": (
-        "nth(pos, column) + 1, epoch, slot",
-        "nth(pos, 0) + 2, epoch, slot",
-    ),
+    "every token's position is the first one's": ("nth(pos, column) + 1, epoch, slot", "nth(pos, 0) + 2, epoch, slot"),
 }
 
 

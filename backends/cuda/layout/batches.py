@@ -6,15 +6,7 @@ each unit (include/kog/operands.h).
 """
 
 from kog_triton.model.weight_format import Code, Offset
-from kog_triton.schedule.cuda import (
-    MMA_ROWS,
-    PARTIAL_ROWS,
-    WARPS,
-    CudaLowering,
-    is_wide,
-    slice_values,
-    unit_period,
-)
+from kog_triton.schedule.cuda import MMA_ROWS, PARTIAL_ROWS, WARPS, CudaLowering, is_wide, slice_values, unit_period
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
 from kog_triton.schedule.schedule import Stage
 

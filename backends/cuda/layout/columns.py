@@ -28,11 +28,7 @@ LayOut = Callable[..., Layout]  # as lay_out_columns
 
 
 def layouts_of_slots(
-    lowering: CudaLowering,
-    max_context: int,
-    counts: Sequence[int],
-    num_slots: int,
-    lay_out: LayOut | None = None,
+    lowering: CudaLowering, max_context: int, counts: Sequence[int], num_slots: int, lay_out: LayOut | None = None
 ) -> dict[int, Layout]:
     """The layouts of `counts` (ascending) that so many slots can fill, by count; the log says which do not fit.
     `lay_out`: of another vendor's kernels."""
@@ -110,8 +106,7 @@ def begin_columns(
             f"KV tasks: kernels of columns take {MOST_KV_TASKS - 1}"
         )
     behind = layout.stage_bytes(stages["o_proj"]) + max(
-        attention_bytes(spec, splits, layout.new_rows),
-        layout.head_places["end"],
+        attention_bytes(spec, splits, layout.new_rows), layout.head_places["end"]
     )
     rooms = [PARTIAL_BYTES, behind, *(layout.stage_bytes(s) for s in stages.values())]
     if any(e.is_used for e in kernel.exchanges if e.name.endswith("_sent")):

@@ -20,17 +20,11 @@ Steps = tuple[str, ...]
 
 BINS = 256  # of a histogram of logits
 FLAGS_TOGETHER, LINE_WORDS = 8, 32  # hints of blocks in one line of the L2 (columns/layer.h)
-STEPS = {
-    "o_proj": ("o_proj", "o_proj_sum"),
-    "down_proj": ("down_proj", "down_proj_sum", "layer_end"),
-}
+STEPS = {"o_proj": ("o_proj", "o_proj_sum"), "down_proj": ("down_proj", "down_proj_sum", "layer_end")}
 DECODE_STEPS = STEPS | {"attention": ("attention", "attention_join")}
 COLUMN_STEPS = STEPS | {"attention": ("attention", "attention_flag", "attention_join")}
 # Outputs of a module, the stage that writes them, the step that waits for them; the other module's stage.
-MODULES = (
-    ("attention_out", "o_proj", "gate_up_proj", "down_proj"),
-    ("mlp_out", "down_proj", "layer_end", "o_proj"),
-)
+MODULES = (("attention_out", "o_proj", "gate_up_proj", "down_proj"), ("mlp_out", "down_proj", "layer_end", "o_proj"))
 # What ends a token. A choice (choose.h) draws, checks top-p of the argmax, draws again, finds the cut level by level,
 # delivers log-probabilities. What has more of this has one of these in it, and more that blocks learn of each other.
 AGREE: Steps = ("candidate", "argmax")
@@ -164,12 +158,7 @@ def _hints(name: str, producer: str, reader: str, words: int, rows: int) -> ex.E
 
 
 def _numbered(
-    name: str,
-    producer: str,
-    reader: ex.Reader,
-    words: int,
-    buffers: int = 1,
-    who: ex.Who = ex.Who.EACH,
+    name: str, producer: str, reader: ex.Reader, words: int, buffers: int = 1, who: ex.Who = ex.Who.EACH
 ) -> ex.Exchange:
     """Of all blocks, two words a value under the number of the exchange (exchange.h)."""
     return ex.Exchange(name, producer, (reader,), words, 1, buffers, ex.Mark.NUMBER, who, Scope.ALL)

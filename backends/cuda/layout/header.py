@@ -19,13 +19,7 @@ from kog_triton.model.spec import DType, Head, ModelSpec, Reduce
 from kog_triton.model.weight_format import Code, Offset, Scale
 from kog_triton.sampling import definition, fixed
 from kog_triton.schedule import wire
-from kog_triton.schedule.cuda import (
-    WARPS,
-    CudaLowering,
-    is_wide,
-    slice_values,
-    unit_period,
-)
+from kog_triton.schedule.cuda import WARPS, CudaLowering, is_wide, slice_values, unit_period
 from kog_triton.schedule.cuda_weights import StreamWeights
 from kog_triton.schedule.embedding import embedding_row
 from kog_triton.schedule.lowering import layer_matrices, matrix_stages
@@ -204,10 +198,7 @@ def _stages(layout: Layout) -> list[str]:
         identity += f" static constexpr float kSumUnit = {sum_unit(lo, stage)!r}f;"
         lines.append(_constants(_camel(name, True), fields, identity))
     order = ", ".join(_camel(stage.name, True) for stage in layer)
-    lines += [
-        "template <class... Stages> struct Matrices;",
-        f"using LayerMatrices = Matrices<{order}>;",
-    ]
+    lines += ["template <class... Stages> struct Matrices;", f"using LayerMatrices = Matrices<{order}>;"]
     return [*lines, f"constexpr int kBiasRows = {bias_rows};"]
 
 
@@ -310,10 +301,7 @@ def _tables(layout: Layout) -> list[str]:
     }
     if layout.columns > 1:
         # Outputs that a step sends to other lanes before each layer, then those of all layers.
-        for name, sent in (
-            ("attention_sends", "attention_out_sent"),
-            ("mlp_sends", "mlp_out_sent"),
-        ):
+        for name, sent in (("attention_sends", "attention_out_sent"), ("mlp_sends", "mlp_out_sent")):
             layers = layout.kernel.exchange(sent).layers or ()
             tables[name] = [sum(n < i for n in layers) for i in range(spec.num_layers + 1)]
     for name, values in tables.items():

@@ -41,13 +41,7 @@ from kog_triton.backends.cuda.layout.batches import (
 )
 from kog_triton.backends.cuda.layout.exchanges import decode_kernel
 from kog_triton.errors import ModelError
-from kog_triton.schedule.cuda import (
-    CALM_BYTES,
-    PARTIAL_ROWS,
-    WARPS,
-    WINDOW_BYTES,
-    CudaLowering,
-)
+from kog_triton.schedule.cuda import CALM_BYTES, PARTIAL_ROWS, WARPS, WINDOW_BYTES, CudaLowering
 from kog_triton.schedule.exchanges import Kernel, Region, check_kernel, lay_out_regions
 from kog_triton.schedule.lowering import matrix_stages
 from kog_triton.schedule.schedule import Stage
@@ -235,11 +229,7 @@ def scratch_rooms(lowering: CudaLowering, splits: int) -> tuple[int, int, int]:
     rooms = {stage.name: staged_bytes(lowering, stage) for stage in matrix_stages(schedule)}
     attention = rooms["o_proj"] + attention_bytes(spec, splits)
     least = max(rooms["o_proj"] + received_bytes(spec), attention - PARTIAL_BYTES)
-    return (
-        up(max(*rooms.values(), attention), 128),
-        up(max(*rooms.values(), least), 128),
-        up(least, 128),
-    )
+    return (up(max(*rooms.values(), attention), 128), up(max(*rooms.values(), least), 128), up(least, 128))
 
 
 def _ring_beside(lowering: CudaLowering, scratch: int, small: int) -> int:

@@ -100,13 +100,7 @@ class AttendCall(ctypes.Structure):
 
 
 class GateCall(ctypes.Structure):
-    _fields_ = (
-        ("tokens", P),
-        ("parts", Parts),
-        *((n, P) for n in ("bias", "out")),
-        ("order", Order),
-        ("width", INT),
-    )
+    _fields_ = (("tokens", P), ("parts", Parts), *((n, P) for n in ("bias", "out")), ("order", Order), ("width", INT))
 
 
 class PlaceCall(ctypes.Structure):

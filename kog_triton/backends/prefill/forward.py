@@ -120,12 +120,7 @@ class PrefillPass:
             pass
 
     def layers_of(
-        self,
-        ids: Tensor,
-        first: int,
-        cache: Tensor,
-        head: "ToHead | None" = None,
-        told: "Told | None" = None,
+        self, ids: Tensor, first: int, cache: Tensor, head: "ToHead | None" = None, told: "Told | None" = None
     ) -> Iterator["Work"]:
         """Run tokens ids [T] at positions first.. and put their keys and values in `cache`, a product or an
         attention after the other: gives first what the next one is.
@@ -186,14 +181,7 @@ class PrefillPass:
             self._join(x, o, spec.reduce_mlp[-1], delayed["mlp"])
             head.streams.copy_(x[:, 0])
 
-    def _joined(
-        self,
-        x: Tensor,
-        o: Tensor,
-        how: Reduce,
-        delayed: list[tuple[Tensor, Tensor]],
-        gain: Tensor,
-    ) -> Tensor:
+    def _joined(self, x: Tensor, o: Tensor, how: Reduce, delayed: list[tuple[Tensor, Tensor]], gain: Tensor) -> Tensor:
         """Add module outputs o to x in place, and what the next module reads of it."""
         if self._fused is not None and self.spec.num_lanes == 1:
             total = total_of(self._outputs.all(o))
@@ -216,13 +204,7 @@ class PrefillPass:
         return silu(gate).mul_(up)
 
     def _queries(
-        self,
-        layer: int,
-        w: LayerWeights,
-        y: Tensor,
-        first: int,
-        cache: Tensor,
-        told: "Told | None",
+        self, layer: int, w: LayerWeights, y: Tensor, first: int, cache: Tensor, told: "Told | None"
     ) -> Tensor:
         """Queries [S, H, T, d] of normed y; keys, values go to a layer's cache [S, K, 2, n, d]."""
         spec, end = self.spec, first + y.shape[1]

@@ -111,12 +111,7 @@ def open_library(
     return LibraryPrefill(weights, spec, max_context, embed, rope, matrices(), slots=slots)
 
 
-def library_for(
-    request: Request,
-    library: L | None,
-    wanted: str,
-    crossover: Crossover = BY_TOKEN,
-) -> L | None:
+def library_for(request: Request, library: L | None, wanted: str, crossover: Crossover = BY_TOKEN) -> L | None:
     """What is to run a request's prompt; None: the kernel, as where all but its last token is cached.
 
     wanted     a `BackendOptions.prefill`; without a library it is the kernel's
@@ -212,13 +207,7 @@ class LibraryPrefill:
         return next((size for size in self._sizes if size >= count), 0)
 
     def _pieces(
-        self,
-        ids: Tensor,
-        first: int,
-        cache: Tensor,
-        streams: Tensor | None,
-        row: int | None,
-        at_once: bool,
+        self, ids: Tensor, first: int, cache: Tensor, streams: Tensor | None, row: int | None, at_once: bool
     ) -> Iterator[Piece]:
         """A product or an attention after the other, or a graph of all. row: a suffix's slot (suffixes.py)."""
         size = self._size_for(len(ids))

@@ -208,13 +208,7 @@ class RankPrefill:
         """`exchange`: None for torch's copies. `buckets`: sizes of padded passes; none with torch's copies."""
         self.spec, self.max_context, self.chunk = schedule.spec, max_context, chunk
         self.device = ranks[0].embed.device
-        self._shape = (
-            self.spec.num_layers,
-            schedule.shards_per_rank,
-            schedule.shard_kv_heads,
-            2,
-            self.spec.head_dim,
-        )
+        self._shape = (self.spec.num_layers, schedule.shards_per_rank, schedule.shard_kv_heads, 2, self.spec.head_dim)
         devices = [held.embed.device for held in ranks]
         self._exchange: RankExchange = exchange or Exchange(devices)
         layers = range(self.spec.num_layers)
@@ -225,15 +219,7 @@ class RankPrefill:
             own = [load_layer(weights, schedule, i, device, dtype, rank) for i in layers]
             fuse = fuses(device) if fused is None else fused
             self._passes.append(
-                PrefillPass(
-                    schedule,
-                    held.embed,
-                    own,
-                    held.matrices,
-                    held.rope,
-                    fuse,
-                    self._exchange.outputs(rank),
-                )
+                PrefillPass(schedule, held.embed, own, held.matrices, held.rope, fuse, self._exchange.outputs(rank))
             )
         self._rate, self._ran = Rate(), False
         self._sizes = [size for size in buckets if size <= min(max_context, CHUNK)]
@@ -245,11 +231,7 @@ class RankPrefill:
         self._captured_bytes = 0
 
     def begin(
-        self,
-        token_ids: Sequence[int],
-        first: int,
-        caches: Sequence[Tensor],
-        streams: Sequence[Tensor] | None = None,
+        self, token_ids: Sequence[int], first: int, caches: Sequence[Tensor], streams: Sequence[Tensor] | None = None
     ) -> PromptRun:
         """As LibraryPrefill's, with a cache a rank, and streams that a rank's shards begin their heads with."""
         ids = torch.tensor(token_ids, dtype=torch.int64)
@@ -268,12 +250,7 @@ class RankPrefill:
         return next((size for size in self._sizes if size >= count), 0)
 
     def _pieces(
-        self,
-        ids: Tensor,
-        first: int,
-        caches: Sequence[Tensor],
-        streams: Sequence[Tensor] | None,
-        at_once: bool,
+        self, ids: Tensor, first: int, caches: Sequence[Tensor], streams: Sequence[Tensor] | None, at_once: bool
     ) -> Iterator[Piece]:
         size = self._size_for(len(ids))
         if size and first == 0:
@@ -296,12 +273,7 @@ class RankPrefill:
     # ---- buckets ----
 
     def _bucket(
-        self,
-        ids: Tensor,
-        size: int,
-        caches: Sequence[Tensor],
-        streams: Sequence[Tensor] | None,
-        at_once: bool,
+        self, ids: Tensor, size: int, caches: Sequence[Tensor], streams: Sequence[Tensor] | None, at_once: bool
     ) -> Iterator[Piece]:
         for held in self._buckets:
             held.write(ids, size)
@@ -392,11 +364,7 @@ class RankPrefill:
                 self._capture(size)
         except torch.OutOfMemoryError as error:
             self._to_capture.clear()
-            log.warning(
-                "no graphs of prompts of up to %d tokens on several GPUs: %s",
-                size,
-                first_line(error),
-            )
+            log.warning("no graphs of prompts of up to %d tokens on several GPUs: %s", size, first_line(error))
         self._captured_bytes += max(self._reserved() - before, 0)
         return bool(self._to_capture)
 

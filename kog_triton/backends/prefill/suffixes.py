@@ -68,27 +68,13 @@ class SuffixWords:
     def attend(self, q: Tensor, cache: Tensor, window: int) -> Tensor:
         keys, values = (t[0].transpose(0, 1) for t in cache.unbind(2))
         out = attend_told(
-            q[0].transpose(0, 1),
-            keys,
-            values,
-            self._queries,
-            self._row,
-            self._keys,
-            self._most_keys,
-            window,
+            q[0].transpose(0, 1), keys, values, self._queries, self._row, self._keys, self._most_keys, window
         )
         return out.flatten(1)[None]
 
 
 def attend_told(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    queries: Tensor,
-    row: Tensor,
-    count: Tensor,
-    most_keys: int,
-    window: int,
+    q: Tensor, keys: Tensor, values: Tensor, queries: Tensor, row: Tensor, count: Tensor, most_keys: int, window: int
 ) -> Tensor:
     """Causal attention of q [T, H, d] to keys and values [n, K, d], ends aligned, window 0 for none: [T, H, d].
 

@@ -74,12 +74,7 @@ class LayerWeights:
 
 
 def load_layer(
-    weights: WeightSource,
-    schedule: Schedule,
-    layer: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    rank: int = 0,
+    weights: WeightSource, schedule: Schedule, layer: int, device: torch.device, dtype: torch.dtype, rank: int = 0
 ) -> LayerWeights:
     """What a rank's shards have."""
     spec, each = schedule.spec, schedule.shards_per_rank

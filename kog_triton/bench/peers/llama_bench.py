@@ -65,10 +65,7 @@ class LlamaBench:
 
     def _ask(self, n_prompt: int, n_gen: int, depth: int) -> dict[str, Any]:
         done = subprocess.run(
-            command(self._gguf, n_prompt, n_gen, depth),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
+            command(self._gguf, n_prompt, n_gen, depth), capture_output=True, text=True, timeout=TIMEOUT_S
         )
         if done.returncode:
             raise RunError(f"llama-bench failed: {done.stderr.strip()[-200:]}")

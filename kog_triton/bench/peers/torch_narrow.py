@@ -45,10 +45,7 @@ def join_rows(parts: Sequence[NarrowTensor]) -> NarrowTensor:
     first = parts[0]
     offsets = None if first.offsets is None else torch.cat([p.offsets for p in parts if p.offsets is not None])
     return NarrowTensor(
-        first.format,
-        torch.cat([p.codes for p in parts]),
-        torch.cat([p.scales for p in parts]),
-        offsets,
+        first.format, torch.cat([p.codes for p in parts]), torch.cat([p.scales for p in parts]), offsets
     )
 
 

@@ -86,14 +86,7 @@ class RankGraph(TorchGraph):
 
 
 def serve(
-    rank: int,
-    ranks: int,
-    address: str,
-    weights: WeightSource,
-    kind: str,
-    context: int,
-    way: Way,
-    orders: Connection,
+    rank: int, ranks: int, address: str, weights: WeightSource, kind: str, context: int, way: Way, orders: Connection
 ) -> None:
     """A process's life: open, then an answer an order, (value, error)."""
     cuda = kind == "cuda"

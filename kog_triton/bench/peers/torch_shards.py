@@ -14,18 +14,7 @@ from kog_triton.backends import WeightSource
 from kog_triton.bench.peers.torch_graph import PlainDecoder, WideLinear
 from kog_triton.model.spec import ModelSpec
 
-ROWS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "gate_proj",
-    "up_proj",
-    "q_bias",
-    "k_bias",
-    "v_bias",
-    "gate_bias",
-    "up_bias",
-)
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias")
 COLUMNS, SUMMED = ("o_proj", "down_proj"), ("o_bias", "down_bias")  # a bias is added by rank 0
 Tensor = torch.Tensor
 

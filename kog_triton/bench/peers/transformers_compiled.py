@@ -105,10 +105,7 @@ class TransformersCompiled(TransformersPeer):
 
 
 def captured(
-    work: Callable[[], None],
-    before: Callable[[], None],
-    device: torch.device,
-    options: dict[str, Any] | None = None,
+    work: Callable[[], None], before: Callable[[], None], device: torch.device, options: dict[str, Any] | None = None
 ) -> Callable[[], None]:
     """`work` compiled and in a CUDA graph; on a CPU as it is. `before` precedes each trial of it."""
     if device.type == "cpu":

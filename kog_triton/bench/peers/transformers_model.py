@@ -95,10 +95,7 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
         return out
     out["original_max_position_embeddings"] = rope.original_context
     if rope.scaling is RopeScaling.LLAMA3:
-        return out | {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-        }
+        return out | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return out | {
         "beta_fast": rope.beta_fast,
         "beta_slow": rope.beta_slow,

@@ -18,13 +18,7 @@ from kog_triton.model.config import Config
 
 FIELD = "quantization_config"
 OLD_FIELD = "compression_config"  # of early compressed-tensors; refused where both are given
-_SCHEMES: Mapping[str, Any] = {
-    "fp8": Fp8,
-    METHOD: CompressedTensors,
-    "awq": Awq,
-    "gptq": Gptq,
-    "mxfp4": Mxfp4,
-}
+_SCHEMES: Mapping[str, Any] = {"fp8": Fp8, METHOD: CompressedTensors, "awq": Awq, "gptq": Gptq, "mxfp4": Mxfp4}
 
 __all__ = ["FIELD", "Files", "Found", "Module", "Scheme", "read_scheme", "without_scheme"]
 

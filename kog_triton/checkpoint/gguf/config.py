@@ -19,11 +19,7 @@ from kog_triton.model.spec import ModelSpec, Rope, RopeScaling
 from kog_triton.schedule.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LARGEST = 1 << 31
 # Fields behind ARCHITECTURE. that are read below or change nothing; with any other a file is refused
 _READ = (
@@ -110,8 +106,7 @@ def _config(metadata: Mapping[str, Any], tensors: GgufTensors) -> dict[str, Any]
     if architecture not in ARCHITECTURES:
         raise ModelError(f"general.architecture is {shown(architecture)}: it must be one of {', '.join(ARCHITECTURES)}")
     own = Config(
-        {k.partition(".")[2]: v for k, v in metadata.items() if k.startswith(f"{architecture}.")},
-        f"{architecture}.",
+        {k.partition(".")[2]: v for k, v in metadata.items() if k.startswith(f"{architecture}.")}, f"{architecture}."
     )
     for name in own.values:
         if name not in _READ:

@@ -24,19 +24,7 @@ MAX_NAME = 1 << 10  # bytes
 MAX_VALUES = 1 << 23  # of all arrays of the metadata: a vocabulary has three of some 2^18
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # ggml's types: name, weights a block, bytes a block
 TYPES = {

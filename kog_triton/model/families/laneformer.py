@@ -135,8 +135,7 @@ def _sources(spec: ModelSpec) -> dict[str, Source]:
     }
     sources = {
         f"layers.{{}}.{name}": Source(
-            tuple(f"model.layers.{{}}.{path}" for path in paths),
-            interleaved_rope=name in ("q_proj", "k_proj"),
+            tuple(f"model.layers.{{}}.{path}" for path in paths), interleaved_rope=name in ("q_proj", "k_proj")
         )
         for name, paths in modules.items()
     }
@@ -149,10 +148,4 @@ def _sources(spec: ModelSpec) -> dict[str, Source]:
     return sources
 
 
-LANEFORMER = Family(
-    "laneformer",
-    ("laneformer", "laneformer_tp"),
-    (),
-    _spec,
-    _sources,
-)
+LANEFORMER = Family("laneformer", ("laneformer", "laneformer_tp"), (), _spec, _sources)

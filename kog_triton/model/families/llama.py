@@ -2,12 +2,7 @@
 
 from kog_triton.errors import ModelError
 from kog_triton.model.config import Config
-from kog_triton.model.families.decoder import (
-    decoder_sources,
-    layer_kinds,
-    num_layers,
-    read_decoder,
-)
+from kog_triton.model.families.decoder import decoder_sources, layer_kinds, num_layers, read_decoder
 from kog_triton.model.family import Family
 from kog_triton.model.rope_config import MAX_CONTEXT
 from kog_triton.model.spec import ModelSpec

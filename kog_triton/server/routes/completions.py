@@ -23,10 +23,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(
-    "/v1/completions",
-    operation_id="completions",
-    response_model=None,
-    responses=answers(Completion, stream=True),
+    "/v1/completions", operation_id="completions", response_model=None, responses=answers(Completion, stream=True)
 )
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Continue one text or several; `echo` with `logprobs` and no tokens scores them."""
@@ -58,11 +55,7 @@ def _check(body: CompletionBody) -> None:
         raise Problem(400, "best_of is not supported: use n", param="best_of")
     prompts = len(body.prompts())
     if not 1 <= prompts <= MAX_PROMPTS or prompts * (body.n or 1) > MAX_SAMPLES:
-        raise Problem(
-            400,
-            f"prompt must be 1 to {MAX_PROMPTS} prompts, {MAX_SAMPLES} samples in all",
-            param="prompt",
-        )
+        raise Problem(400, f"prompt must be 1 to {MAX_PROMPTS} prompts, {MAX_SAMPLES} samples in all", param="prompt")
     if body.max_tokens == 0 and not body.echo:
         raise Problem(400, "max_tokens must be at least 1, or echo true", param="max_tokens")
     if body.stream and body.echo and body.logprobs is not None:

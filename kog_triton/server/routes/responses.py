@@ -18,10 +18,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(
-    "/v1/responses",
-    operation_id="responses",
-    response_model=None,
-    responses=answers(ResponseObject, stream=True),
+    "/v1/responses", operation_id="responses", response_model=None, responses=answers(ResponseObject, stream=True)
 )
 async def responses(request: Request, body: ResponsesBody) -> Response:
     """Answer a conversation; nothing is stored."""

@@ -48,12 +48,7 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(request, name) for name in model.names]}
 
 
-@router.get(
-    "/v1/models/{name:path}",
-    operation_id="model",
-    response_model=None,
-    responses=answers(ModelCard),
-)
+@router.get("/v1/models/{name:path}", operation_id="model", response_model=None, responses=answers(ModelCard))
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One model; 404 for a name that is not served."""
     service = _service(request)
@@ -100,10 +95,7 @@ async def props(request: Request) -> dict[str, Any]:
         "reasoning": model.reasons,
         "slots_running": supervisor.num_running,
         "requests_waiting": supervisor.num_waiting,
-        "stream_interval": {
-            "ms": service.interval.seconds * 1e3,
-            "tokens": service.interval.tokens,
-        },
+        "stream_interval": {"ms": service.interval.seconds * 1e3, "tokens": service.interval.tokens},
     }
 
 

@@ -41,11 +41,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
 
 def _told(model: ServedModel, ids: list[int], pieces: bool) -> bytes:
     """Made in a thread: of a long text it takes a second, in which streams would wait."""
-    found: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": model.opened.max_context,
-        "tokens": ids,
-    }
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": model.opened.max_context, "tokens": ids}
     if pieces:
         found["token_strs"] = [model.piece(token) for token in ids]
     return msgspec.json.encode(found)

@@ -11,10 +11,7 @@ from kog_triton.server.schemas.sampling import SHAPED, SHAPING, Body, Many, Stre
 
 # A coding agent puts a line that changes with each request before its system prompt: with it no prefix is ever reused.
 CHANGING = "x-anthropic-billing-header:"
-FUNCTIONS = (
-    None,
-    "custom",
-)  # types of tools: of others, which Anthropic runs, a request describes no arguments
+FUNCTIONS = (None, "custom")  # types of tools: of others, which Anthropic runs, a request describes no arguments
 
 
 class MessageBlock(Body):
@@ -47,9 +44,7 @@ class Conversation(Body):
         thinks = (self.thinking or {}).get("type")
         if thinks not in (None, "enabled", "disabled", "adaptive"):
             raise Problem(
-                400,
-                f"thinking.type is {str(thinks)[:40]}: it must be enabled, disabled or adaptive",
-                param="thinking",
+                400, f"thinking.type is {str(thinks)[:40]}: it must be enabled, disabled or adaptive", param="thinking"
             )
         kwargs = {"enable_thinking": thinks != "disabled"} if thinks is not None else None
         return {
@@ -68,9 +63,7 @@ class Conversation(Body):
             return {"type": "function", "function": {"name": choice.get("name")}}
         if kind not in ("auto", "any", "none"):
             raise Problem(
-                400,
-                f"tool_choice.type is {str(kind)[:40]}: it must be auto, any, tool or none",
-                param="tool_choice",
+                400, f"tool_choice.type is {str(kind)[:40]}: it must be auto, any, tool or none", param="tool_choice"
             )
         return "required" if kind == "any" else kind
 
@@ -152,10 +145,7 @@ def _messages(message: MessageBlock, where: str) -> list[dict[str, Any]]:
             texts.append(_text(block, where))
     if not texts and not calls and not thoughts:
         return results
-    told_message: dict[str, Any] = {
-        "role": message.role,
-        "content": content_of(message.role, texts),
-    }
+    told_message: dict[str, Any] = {"role": message.role, "content": content_of(message.role, texts)}
     if calls:
         told_message["tool_calls"] = calls
     if thoughts:

@@ -91,16 +91,10 @@ class ResponsesBody(StreamBody):
         for name in ("previous_response_id", "conversation", "background", "prompt"):
             if getattr(self, name):
                 raise Problem(
-                    400,
-                    f"{name} needs a store, and nothing is stored here: send the whole input",
-                    param=name,
+                    400, f"{name} needs a store, and nothing is stored here: send the whole input", param=name
                 )
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
-            raise Problem(
-                400,
-                "log-probabilities are not told here: ask /v1/chat/completions",
-                param="top_logprobs",
-            )
+            raise Problem(400, "log-probabilities are not told here: ask /v1/chat/completions", param="top_logprobs")
         if self.truncation == "auto":
             raise Problem(400, "truncation auto is not supported: shorten the input", param="truncation")
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

@@ -40,17 +40,7 @@ REFUSED = SHAPES | frozenset(
     }
 )
 DIRECT = (
-    *(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-    ),
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
 )

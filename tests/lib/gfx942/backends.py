@@ -49,11 +49,7 @@ ROCMS = {
         *("ZSTD_compressBound", "ZSTD_compress2", "ZSTD_decompress"),
     ),
 }  # fmt: skip
-NOT_OPTIMIZED_AGAIN, POSITION_INDEPENDENT, OBJECT_FILE = (
-    3,
-    2,
-    1,
-)  # of LLVM-C: -O3, relocations, output
+NOT_OPTIMIZED_AGAIN, POSITION_INDEPENDENT, OBJECT_FILE = (3, 2, 1)  # of LLVM-C: -O3, relocations, output
 
 
 def by_triton(ir: str) -> CodeObject:

@@ -219,10 +219,7 @@ def _sub_dword(record: Any, inst: Any, kind: str) -> None:
     record["dst_sel"] = inst.dst_sel if _has(inst, "dst_sel") else 6
     record["dst_unused"] = inst.dst_unused if _has(inst, "dst_unused") else 0
     for k in (0, 1):
-        record["sel"][k], record["sext"][k] = (
-            getattr(inst, f"src{k}_sel"),
-            getattr(inst, f"src{k}_sext"),
-        )
+        record["sel"][k], record["sext"][k] = (getattr(inst, f"src{k}_sel"), getattr(inst, f"src{k}_sext"))
         if getattr(inst, f"s{k}"):  # an SGPR where the field is of a VGPR
             record["src"][k] -= VECTOR
 

@@ -109,11 +109,7 @@ def library() -> ctypes.CDLL:
 
     sources = [path.read_bytes() for path in sorted(CPP.iterdir())]
     built = ctypes.CDLL(str(made_once([version_of("g++"), " ".join(FLAGS).encode(), *sources], make)))
-    for name, result in (
-        ("operation", ctypes.c_char_p),
-        ("machine", ctypes.c_void_p),
-        ("error", ctypes.c_char_p),
-    ):
+    for name, result in (("operation", ctypes.c_char_p), ("machine", ctypes.c_void_p), ("error", ctypes.c_char_p)):
         getattr(built, f"gfx_{name}").restype = result
     built.gfx_steps.restype = ctypes.c_uint64
     for name in ("executed", "awaited", "touched", "in_flight", "weights"):

@@ -137,10 +137,7 @@ def use(name: str, num_blocks: int = 0, position: int = 0) -> Use:
     layers = spec.num_layers
     with mock.patch.object(memory, "pack_arena", arena):
         one = HipWalk(spec, NoWeights(spec), num_blocks, CONTEXT)
-    one.conditions = {
-        "memory": Memory(adversarial=True, early=0.5, evict=0, hold=0, quantum=400),
-        "steps": 1 << 34,
-    }
+    one.conditions = {"memory": Memory(adversarial=True, early=0.5, evict=0, hold=0, quantum=400), "steps": 1 << 34}
     lo = one.layout.lowering
     assert num_blocks in (0, lo.num_blocks), f"{name} takes {lo.num_blocks} blocks"
     prompt = [1] * (position + 1)

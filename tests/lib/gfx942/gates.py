@@ -10,11 +10,7 @@ from tests.lib.gfx942.decode import instructions, name_of
 CUS = 304  # of an MI300X
 SIMDS = 4  # of a CU
 LANES = 64
-VGPRS, GRANULE, MOST_WAVES = (
-    512,
-    8,
-    8,
-)  # registers of a lane on a SIMD, how they are dealt out, waves of a SIMD
+VGPRS, GRANULE, MOST_WAVES = (512, 8, 8)  # registers of a lane on a SIMD, how they are dealt out, waves of a SIMD
 LDS_BYTES = 64 << 10  # of a CU
 VMCNT_NONE = 0b1100_0000_0000_1111
 WIDE = ("GLOBAL_LOAD_DWORDX4", "BUFFER_LOAD_DWORDX4")

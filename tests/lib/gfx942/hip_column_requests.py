@@ -12,15 +12,7 @@ from tests.lib.gfx942.backends import CLANG
 from tests.lib.gfx942.executor import Fault
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.gfx942.hip_requests import (
-    ASKED,
-    HEADS,
-    HEADS_BLOCKS,
-    HEADS_LENGTHS,
-    MOST_STEPS,
-    SPLIT,
-    most_steps,
-)
+from tests.lib.gfx942.hip_requests import ASKED, HEADS, HEADS_BLOCKS, HEADS_LENGTHS, MOST_STEPS, SPLIT, most_steps
 from tests.lib.gfx942.requests import TOKENS, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.lowering_cases import ArrayWeights
@@ -115,11 +107,7 @@ def serve(
 
 
 def wrong(
-    case: str,
-    conditions: dict[str, Any],
-    seed: int = 1,
-    includes: tuple[Path, ...] = INCLUDES,
-    compiler: str = CLANG,
+    case: str, conditions: dict[str, Any], seed: int = 1, includes: tuple[Path, ...] = INCLUDES, compiler: str = CLANG
 ) -> str:
     """ "" if the requests give the reference's tokens, else what they did instead."""
     try:

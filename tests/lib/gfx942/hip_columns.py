@@ -33,12 +33,7 @@ KERNEL = "kog_columns"
 
 
 def layout_of(
-    spec: ModelSpec,
-    columns: int,
-    num_blocks: int = 0,
-    max_context: int = 64,
-    chunk: bool = False,
-    gpus: int = 1,
+    spec: ModelSpec, columns: int, num_blocks: int = 0, max_context: int = 64, chunk: bool = False, gpus: int = 1
 ) -> ColumnLayout:
     lowering = lower_hip(build(spec, gpus), GPUS["mi300x"], num_blocks)
     return lay_out_columns(lowering, max_context, columns, chunk)

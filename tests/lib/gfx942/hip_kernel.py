@@ -22,36 +22,19 @@ from tests import ROOT
 from tests.lib.cuda_walk import Walk, changed, write_request
 from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.code_object import CodeObject
-from tests.lib.gfx942.executor import (
-    AGENT,
-    PLAIN,
-    SYSTEM,
-    Buffer,
-    Execution,
-    Kernel,
-    Launch,
-    Memory,
-    round_robin,
-)
+from tests.lib.gfx942.executor import AGENT, PLAIN, SYSTEM, Buffer, Execution, Kernel, Launch, Memory, round_robin
 
 KERNEL = "kog_decode"
 INCLUDES = tuple(ROOT / "backends" / vendor / "include" for vendor in ("hip", "cuda"))
 WAVE = 64
 UNLIMITED_NS = 1 << 40  # of a wait
 # With the host while the kernel runs, and what blocks exchange: nothing there may be touched with a narrower scope.
-LEAST = dict.fromkeys(("mailbox", "outbox", "masks", "logprobs"), SYSTEM) | {
-    "words": AGENT,
-    "error": AGENT,
-}
+LEAST = dict.fromkeys(("mailbox", "outbox", "masks", "logprobs"), SYSTEM) | {"words": AGENT, "error": AGENT}
 PAIRS = ("mailbox", "outbox")  # store_system_pair
 
 
 def layout_of(
-    spec: ModelSpec,
-    num_blocks: int = 0,
-    max_context: int = 64,
-    gpu: Gpu = GPUS["mi300x"],
-    ranks: int = 1,
+    spec: ModelSpec, num_blocks: int = 0, max_context: int = 64, gpu: Gpu = GPUS["mi300x"], ranks: int = 1
 ) -> Layout:
     return lay_out_hip(lower_hip(build(spec, ranks), gpu, num_blocks), max_context)
 

@@ -88,23 +88,14 @@ REQUESTS = {
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
     # Of a kernel of two columns, beside each other: as long as each other, so that one launch runs both.
-    "columns": (
-        "greedy + rules",
-        "edits + sampled",
-        "mild top-p + logprobs",
-        "long, mild top-p + long, greedy",
-    ),
+    "columns": ("greedy + rules", "edits + sampled", "mild top-p + logprobs", "long, mild top-p + long, greedy"),
     "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
     # The third has the first's slot behind it, beside the second, whose context all blocks share, and ends with that.
     "columns of heads": ("eight + long, greedy + greedy", "eight + long, greedy + edits"),
     "chunk": ("long prompt",),  # four positions of a prompt a step, and its first token
 }
 # The specs, of hip_column_requests.py.
-COLUMNS = {
-    "columns": "windows",
-    "columns of waves": "waves",
-    "columns of heads": "heads",
-}
+COLUMNS = {"columns": "windows", "columns of waves": "waves", "columns of heads": "heads"}
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
 OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
 WALK = ("consume", "run_steps", "run", "run_step", "run_step_between")  # what everything stands in
@@ -215,12 +206,7 @@ def _see(case: str, name: str) -> Arrays:
     assert made == right, (case, name, made, right)
     last = one.last
     assert last is not None
-    return {
-        "told": told,
-        "steps": np.array(last.steps),
-        "executed": last.executed,
-        "in_flight": last.in_flight,
-    }
+    return {"told": told, "steps": np.array(last.steps), "executed": last.executed, "in_flight": last.in_flight}
 
 
 def reached(case: str) -> np.ndarray:
@@ -402,10 +388,7 @@ def try_all(record: Record, seeds: int, only: str, minutes: float, jobs: int) ->
     left = record.left(can_differ, seeds)
     # what is found of some is like what would be found of all
     left.sort(key=lambda one: one[0] * 7919 % 1009)
-    print(
-        f"{case}: {len(made)} reached, {len(can_differ)} can differ, {len(left)} to be tried",
-        flush=True,
-    )
+    print(f"{case}: {len(made)} reached, {len(can_differ)} can differ, {len(left)} to be tried", flush=True)
     end = time.monotonic() + 60 * minutes
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         work = ((case, n, seeds - first, first) for n, first in left)

@@ -21,24 +21,12 @@ from kog_triton.schedule.schedule import build
 from kog_triton.schedule.topology import GPUS
 from tests.lib.cuda_walk import write_request
 from tests.lib.gfx942.executor import SYSTEM, Buffer, Execution, Kernel, Launch
-from tests.lib.gfx942.hip_kernel import (
-    INCLUDES,
-    KERNEL,
-    LEAST,
-    PAIRS,
-    UNLIMITED_NS,
-    WAVE,
-    HipWalk,
-    compiled,
-)
+from tests.lib.gfx942.hip_kernel import INCLUDES, KERNEL, LEAST, PAIRS, UNLIMITED_NS, WAVE, HipWalk, compiled
 from tests.lib.gfx942.requests import ASKED, reference_tokens
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.triton_cases import lanes, plain
 
-SPECS = {
-    "llama": plain(2),
-    "laneformer": lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True),
-}
+SPECS = {"llama": plain(2), "laneformer": lanes((Reduce.OWN, Reduce.DELAYED), 1, Head.VOCAB_PARALLEL, lane_norms=True)}
 BLOCKS = 4  # of a GPU
 NAMES = {"llama": ("greedy", "edits", "rules"), "laneformer": ("sampled", "greedy", "edits")}
 # Of several ranks the others write a rank's words, and say that they leave.

@@ -192,10 +192,7 @@ def join(into: State, other: State) -> bool:
 def _registers(mask: Mask) -> set:
     """Those that hold what the instruction combines."""
     pairs = mask.how in COMBINES
-    return {code + k if pairs else code for code in mask.masks for k in range(1 + pairs)} - {
-        EXEC,
-        EXEC + 1,
-    }
+    return {code + k if pairs else code for code in mask.masks for k in range(1 + pairs)} - {EXEC, EXEC + 1}
 
 
 def _mask(state: State, code: Any) -> frozenset:

@@ -99,12 +99,7 @@ for _name in ("publish", "rank_publish"):
     for _less in ("no wait for vmcnt", "a wait for vmcnt but one"):
         ARGUED[_name][f"{_less} before BUFFER_INV"] = _ACQUIRES
 # Ways in which workgroups may lie on XCDs, and waves run.
-MAPS: list[Callable[[int], int]] = [
-    round_robin,
-    lambda group: 0,
-    lambda group: group // 2,
-    lambda group: group * 3 % 7,
-]
+MAPS: list[Callable[[int], int]] = [round_robin, lambda group: 0, lambda group: group // 2, lambda group: group * 3 % 7]
 EARLY = (0.05, 0.3, 0.9)
 MOST_STEPS = 4_000_000  # ten times what a run takes that ends
 
@@ -123,13 +118,7 @@ def run(
         setup.expected = np.zeros_like(setup.out)
     try:
         done = kernel.run(
-            setup.launches,
-            setup.buffers,
-            memory or memory_of(seed),
-            seed,
-            0,
-            MAPS[seed % len(MAPS)],
-            steps,
+            setup.launches, setup.buffers, memory or memory_of(seed), seed, 0, MAPS[seed % len(MAPS)], steps
         )
     except Fault as fault:
         return f"{type(fault).__name__}: {fault}", None

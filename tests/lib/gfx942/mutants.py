@@ -66,11 +66,7 @@ def mutants(kernel: Kernel) -> Iterator[Mutant]:
                 if any(wait & field != field for wait in waits):
                     changes += [
                         (f"no wait for {said}", name, {"offset": [wait | field for wait in waits]}),
-                        (
-                            f"a wait for {said} but one",
-                            name,
-                            {"offset": [one_less(wait, field) for wait in waits]},
-                        ),
+                        (f"a wait for {said} but one", name, {"offset": [one_less(wait, field) for wait in waits]}),
                     ]
         elif name == "S_BARRIER":
             changes.append(("no barrier", "S_NOP", {}))

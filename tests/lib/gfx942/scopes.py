@@ -14,24 +14,14 @@ from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.gates import PLAIN, STREAMED, SYSTEM
 
 KERNEL = "decode_kernel"
-NAMES = (
-    *Pointers._fields,
-    "scratch",
-    "profile scratch",
-)  # Triton adds two, which these kernels do not use
+NAMES = (*Pointers._fields, "scratch", "profile scratch")  # Triton adds two, which these kernels do not use
 AGENT = (0, 1, 0)
 # What is allowed, by the kind of access; a scalar load goes through a cache that no fence of this kernel empties.
 FIXED = {"S_LOAD": {PLAIN}, "LOAD": {PLAIN, STREAMED}}  # nobody writes it while a kernel runs
 WORDS = {"LOAD": {AGENT, SYSTEM}, "STORE": {AGENT, SYSTEM}}  # blocks exchange them
 HOST = {"LOAD": {SYSTEM}, "STORE": {SYSTEM}}
-FENCED = {
-    "LOAD": {PLAIN},
-    "STORE": {PLAIN, AGENT, SYSTEM},
-}  # written by other blocks, behind two fences (docs/SYNC.md)
-OWN = {
-    "LOAD": {PLAIN},
-    "STORE": {PLAIN},
-}  # a block reads what it alone wrote, or all blocks wrote alike
+FENCED = {"LOAD": {PLAIN}, "STORE": {PLAIN, AGENT, SYSTEM}}  # written by other blocks, behind two fences (docs/SYNC.md)
+OWN = {"LOAD": {PLAIN}, "STORE": {PLAIN}}  # a block reads what it alone wrote, or all blocks wrote alike
 COUNTS = {"ATOMIC": {PLAIN, SYSTEM}}
 FENCES = COUNTS | {"STORE": {PLAIN}}  # of a word that nobody reads (sync.py)
 RULES = {

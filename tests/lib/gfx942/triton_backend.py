@@ -14,16 +14,7 @@ from kog_triton.backends.triton import TritonBackend
 from kog_triton.backends.triton.host import backend as host_backend
 from kog_triton.backends.triton.host.backend import SECOND_NAMES
 from kog_triton.backends.triton.host.shared_steps import SharedSteps
-from tests.lib.gfx942.executor import (
-    AGENT,
-    PLAIN,
-    SYSTEM,
-    Buffer,
-    Kernel,
-    Launch,
-    Memory,
-    round_robin,
-)
+from tests.lib.gfx942.executor import AGENT, PLAIN, SYSTEM, Buffer, Kernel, Launch, Memory, round_robin
 from tests.lib.gfx942.triton_cases import CONTEXT, SMALL, compiled
 from tests.lib.lowering_cases import ArrayWeights
 
@@ -91,11 +82,7 @@ class ExecutedBackend(TritonBackend):
         ]
         buffers = [Buffer(t, LEAST.get(name) == SYSTEM, LEAST.get(name, 0)) for name, t in named]
         args = [t.data_ptr() if isinstance(t, torch.Tensor) else int(t) for t in pointers]
-        launch = Launch(
-            [*args, *[0] * SCRATCH_POINTERS],
-            (self.tiles.num_blocks, 1, 1),
-            (LANES * made.num_warps, 1, 1),
-        )
+        launch = Launch([*args, *[0] * SCRATCH_POINTERS], (self.tiles.num_blocks, 1, 1), (LANES * made.num_warps, 1, 1))
 
         def host() -> None:
             self.watch()

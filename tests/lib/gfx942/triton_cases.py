@@ -58,11 +58,7 @@ LATE = {
 }
 SMALL = CASES | LATE
 # What runs in the executor for an object of full size: the same exchanges in the same order.
-STANDS_FOR = {
-    "llama-3.2-1b": "llama",
-    "laneformer-2b": "laneformer, late by two",
-    "qwen3-8b": "qwen3",
-}
+STANDS_FOR = {"llama-3.2-1b": "llama", "laneformer-2b": "laneformer, late by two", "qwen3-8b": "qwen3"}
 ALL = SMALL | FULL_SIZE | MORE_SIZES
 FULL_OBJECTS = [(name, variant) for name in FULL_SIZE | MORE_SIZES for variant in VARIANTS]
 # What a kernel is made of, but for the case.
@@ -90,12 +86,7 @@ def compiled(case: str, variant: str = "") -> CompiledKernel:
 
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     sources = [path.read_bytes() for path in [*paths, *(ROOT / file for file in FILES)]]
-    parts = [
-        version("triton").encode(),
-        repr(ALL[case]).encode(),
-        variant.encode(),
-        *sources,
-    ]
+    parts = [version("triton").encode(), repr(ALL[case]).encode(), variant.encode(), *sources]
     line, _, blob = made_once(parts, make).read_bytes().partition(b"\n")
     return CompiledKernel(CodeObject(blob), **json.loads(line))
 
@@ -107,10 +98,7 @@ def compile_case(name: str, variant: str, file: str) -> None:
     from kog_triton.backends.triton.kernel import attention
     from tests.lib.compile_report import compile_kernel
 
-    case, flags = (
-        ALL[name],
-        dict.fromkeys(variant.split("+"), True) if variant else {},
-    )
+    case, flags = (ALL[name], dict.fromkeys(variant.split("+"), True) if variant else {})
     attention.BLOCK_N = tl.constexpr(case.block_n)
     kernel, num_warps = compile_kernel(case.spec, TARGET, case.num_blocks, case.max_context, **flags, large=case.large)
     facts = {"lds": kernel.metadata.shared, "num_warps": num_warps, "triton": version("triton")}

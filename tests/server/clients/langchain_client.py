@@ -23,12 +23,7 @@ class City(BaseModel):
 
 
 model = ChatOpenAI(
-    model="kog",
-    base_url=f"{given['url']}/v1",
-    api_key="none",
-    max_retries=0,
-    stream_usage=True,
-    temperature=0,
+    model="kog", base_url=f"{given['url']}/v1", api_key="none", max_retries=0, stream_usage=True, temperature=0
 )
 plain = model.invoke(prompts["plain"])
 pieces = list(model.stream(prompts["fast"]))

@@ -9,10 +9,7 @@ given = json.load(sys.stdin)
 prompts = given["prompts"]
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 FIXED = {"model": "openai/kog", "api_base": f"{given['url']}/v1", "api_key": "none"}
 
@@ -40,11 +37,7 @@ def calls(said):
 
 
 told = {
-    "plain": [
-        plain.choices[0].message.content,
-        plain.choices[0].finish_reason,
-        plain.usage.completion_tokens,
-    ],
+    "plain": [plain.choices[0].message.content, plain.choices[0].finish_reason, plain.usage.completion_tokens],
     "fast": [
         "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices),
         [piece.usage.completion_tokens for piece in pieces if getattr(piece, "usage", None)][-1],

@@ -75,11 +75,7 @@ class TritonBackend:
         return Availability(True)
 
     def __init__(
-        self,
-        weights: WeightSource,
-        options: BackendOptions,
-        num_blocks: int = 0,
-        device: torch.device | None = None,
+        self, weights: WeightSource, options: BackendOptions, num_blocks: int = 0, device: torch.device | None = None
     ) -> None:
         from kog_triton.backends.triton.host.launcher import TritonLauncher
         from kog_triton.backends.triton.host.matrices import TileMatrices
@@ -129,13 +125,7 @@ class TritonBackend:
         compile = self._compile_shared() if device.type == "cuda" else None
         self.shared_steps = SharedSteps(most, compile)
         self.launcher = TritonLauncher(
-            self.spec,
-            self.memory,
-            self.tiles,
-            self._prompt,
-            self._logits,
-            self._run,
-            self.shared_steps,
+            self.spec, self.memory, self.tiles, self._prompt, self._logits, self._run, self.shared_steps
         )
         self._serving: LaunchServing | None = None
         self._compiled: Any = None  # the variant of the kernel that was launched last

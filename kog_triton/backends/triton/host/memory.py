@@ -53,12 +53,7 @@ def plan_of(schedule: Schedule, tiles: Tiles, num_slots: int, columns: int = 1) 
 
 
 def allocate(
-    schedule: Schedule,
-    tiles: Tiles,
-    weights: WeightSource,
-    num_slots: int,
-    device: torch.device,
-    columns: int = 1,
+    schedule: Schedule, tiles: Tiles, weights: WeightSource, num_slots: int, device: torch.device, columns: int = 1
 ) -> Memory:
     """`columns`: requests that share a step at most."""
     spec, dtype = schedule.spec, HALF[tiles.f16]
@@ -201,8 +196,7 @@ def _biases(schedule: Schedule, get: Get, device: torch.device) -> Tensor:
         for stage in layer_matrices(schedule):
             if stage.biases:
                 rows = torch.cat(
-                    [shard_bias(schedule, stage, get(canonical(stage, b, layer))) for b in stage.biases],
-                    1,
+                    [shard_bias(schedule, stage, get(canonical(stage, b, layer))) for b in stage.biases], 1
                 ).float()
                 if stage.epilogue is Epilogue.SILU_MUL:  # woven like the rows
                     rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)

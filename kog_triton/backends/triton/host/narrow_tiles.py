@@ -31,10 +31,7 @@ def pack_narrow_tiles(stage: Stage, t: StageTiles, warps: int, group: int, parts
     packed = codes.new_zeros(group * t.words, 4)
     for k, tiles in tiles_of(t, group, packed):
         first, width = t.first_word(k), t.widths[k]
-        values = [
-            given[..., 2 * first : 2 * (first + width)],
-            *(_of_tile(t, k, v, shape) for v in by_row),
-        ]
+        values = [given[..., 2 * first : 2 * (first + width)], *(_of_tile(t, k, v, shape) for v in by_row)]
         ordered = [v.transpose(0, 1).flatten(0, 1) for v in values]  # units, then blocks
         stored = pack_codes(t.codes, ordered, t.tile_shape(k, warps), partial(torch.cat, dim=1))
         tiles.copy_(stored.view(tiles.shape))

@@ -29,13 +29,7 @@ class StageRun:
     """One stage of one layer; `run` takes it through all tokens of a state."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        tiles: Tiles,
-        pointers: Pointers,
-        stage: str,
-        layer: int,
-        launch: Launch,
+        self, schedule: Schedule, tiles: Tiles, pointers: Pointers, stage: str, layer: int, launch: Launch
     ) -> None:
         known = [s.name for _, s in schedule.walk() if s.op is not Op.SAMPLE]
         if stage not in known:
@@ -61,11 +55,7 @@ class StageRun:
             "lm_head": self._lm_head,
         }
         run = runs[self._stage]
-        return run_by_token(
-            self._stage,
-            state,
-            lambda given: _tensors(run({n: t.numpy() for n, t in given.items()})),
-        )
+        return run_by_token(self._stage, state, lambda given: _tensors(run({n: t.numpy() for n, t in given.items()})))
 
     # ---- stages: arrays of one token ----
 

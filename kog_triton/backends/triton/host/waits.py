@@ -30,11 +30,7 @@ def describe_wait(errors: Sequence[Sequence[int]], tiles: Tiles, beat: int | Non
     stage, exchange = WAITS[number].split()
     head = f"a wait of the triton kernel expired: rank 0, block {block}, stage {stage}"
     if stage == "sample":
-        what = {
-            "mask": "the host's mask of token",
-            "all_reduce": "sums of round",
-            "argmax": "candidates of pass",
-        }
+        what = {"mask": "the host's mask of token", "all_reduce": "sums of round", "argmax": "candidates of pass"}
         return f"{head}, for {what[exchange]} {wanted}{after}"
     where = head if stage in ("mix", "lm_head") else f"{head}, layer {layer}"
     if not found:

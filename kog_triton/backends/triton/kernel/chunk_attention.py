@@ -8,12 +8,7 @@ A row's lower and upper half are tensors of their own, [rows, head_dim / 2]: the
 import triton
 import triton.language as tl
 
-from kog_triton.backends.triton.kernel.attention import (
-    cache_of,
-    query_rows,
-    rotated_pair,
-    softmax_step,
-)
+from kog_triton.backends.triton.kernel.attention import cache_of, query_rows, rotated_pair, softmax_step
 from kog_triton.backends.triton.kernel.columns import begins, vectors
 from kog_triton.backends.triton.kernel.sync import dot, loop_stages, once
 from kog_triton.backends.triton.kernel.words import in_range

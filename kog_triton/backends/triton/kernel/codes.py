@@ -200,8 +200,7 @@ def largest_of(parts, S: tl.constexpr, T: tl.constexpr):
     largest = tl.zeros_like(parts[0])
     for i in tl.static_range(PACK):
         both = tl.maximum(
-            tl.abs(f16_low(parts[i])).to(tl.int32, bitcast=True),
-            tl.abs(f16_high(parts[i])).to(tl.int32, bitcast=True),
+            tl.abs(f16_low(parts[i])).to(tl.int32, bitcast=True), tl.abs(f16_high(parts[i])).to(tl.int32, bitcast=True)
         )
         largest = tl.maximum(largest, both)
     largest = tl.max(largest, axis=1).to(tl.float32, bitcast=True)

@@ -103,11 +103,7 @@ def scratch(S: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes in values, in order: of `chunk`, of `half_chunk`."""
     rows = S.lanes * S.columns
     outs = 2 * (S.delay + 1) * max_parts(S)
-    floats = {
-        "stream": rows * S.hidden_size,
-        "qkv": rows * S.stages[0].rows,
-        "out": outs * rows * S.hidden_size,
-    }
+    floats = {"stream": rows * S.hidden_size, "qkv": rows * S.stages[0].rows, "out": outs * rows * S.hidden_size}
     return floats, {name: rows * width(S, READERS[name]) for name in READERS}
 
 

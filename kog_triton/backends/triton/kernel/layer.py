@@ -25,12 +25,7 @@ from kog_triton.backends.triton.kernel.residual import (
     stage_input,
 )
 from kog_triton.backends.triton.kernel.sync import fence, stamp
-from kog_triton.backends.triton.kernel.words import (
-    fine_pairs,
-    in_columns,
-    publish_pairs,
-    wait_pairs,
-)
+from kog_triton.backends.triton.kernel.words import fine_pairs, in_columns, publish_pairs, wait_pairs
 
 POINTS = (
     "start", "qkv_proj", "attention words", "one_head", "join_splits", "attention gathered", "o_proj",

@@ -335,15 +335,7 @@ def rows_of_stream(sums, rests, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: t
 
 @triton.jit
 def rowwise(
-    stream,
-    xs,
-    to,
-    out,
-    p,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    stream, xs, to, out, p, S: tl.constexpr, STAGE: tl.constexpr, EPILOGUE: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """weight @ x row tile by row tile, each handed to EPILOGUE(y, to, unit, out, S, COLUMNS), where y
     [COLUMNS * tile_rows] has one column's rows after the other's; the stream. `to` is where column 0 goes.

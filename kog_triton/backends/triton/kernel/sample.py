@@ -11,13 +11,7 @@ import triton.language as tl
 
 from kog_triton.backends.request_words import Flag
 from kog_triton.backends.triton.kernel.noise import NOISE_SCALE, gumbel, random_word
-from kog_triton.backends.triton.kernel.slots import (
-    EXPIRED_ID,
-    NO_LOGITS,
-    NONE_ALLOWED_ID,
-    VOID_ID,
-    field,
-)
+from kog_triton.backends.triton.kernel.slots import EXPIRED_ID, NO_LOGITS, NONE_ALLOWED_ID, VOID_ID, field
 from kog_triton.backends.triton.kernel.sync import store_shared
 from kog_triton.backends.triton.kernel.words import POLLED, wait_tagged
 

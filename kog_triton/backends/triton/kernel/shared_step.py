@@ -18,25 +18,11 @@ from kog_triton.backends.triton.kernel.attention import ask_constants, join_head
 from kog_triton.backends.triton.kernel.chunk import gather
 from kog_triton.backends.triton.kernel.codes import store_parts
 from kog_triton.backends.triton.kernel.embedding import load_embedding
-from kog_triton.backends.triton.kernel.head import (
-    choose,
-    head_rows,
-    keep,
-    no_candidate,
-    of_head,
-    store_logits,
-)
+from kog_triton.backends.triton.kernel.head import choose, head_rows, keep, no_candidate, of_head, store_logits
 from kog_triton.backends.triton.kernel.layer import gate_up_proj, qkv_proj
 from kog_triton.backends.triton.kernel.matvec import either, first_tiles, kept, rowwise, wired
 from kog_triton.backends.triton.kernel.pointers import Given, given
-from kog_triton.backends.triton.kernel.residual import (
-    join,
-    load_gains,
-    publish_rows,
-    rms_norm,
-    rounded,
-    stage_input,
-)
+from kog_triton.backends.triton.kernel.residual import join, load_gains, publish_rows, rms_norm, rounded, stage_input
 from kog_triton.backends.triton.kernel.sample import argmax
 from kog_triton.backends.triton.kernel.slots import (
     EXPIRED_ID,
@@ -51,13 +37,7 @@ from kog_triton.backends.triton.kernel.slots import (
     state_of,
 )
 from kog_triton.backends.triton.kernel.sync import meet, stamp
-from kog_triton.backends.triton.kernel.words import (
-    diagnose_timeout,
-    index,
-    nth,
-    plane_index,
-    plane_tiles,
-)
+from kog_triton.backends.triton.kernel.words import diagnose_timeout, index, nth, plane_index, plane_tiles
 
 WORDS: tl.constexpr = tl.constexpr(Given._fields.index("words"))
 LOGITS: tl.constexpr = tl.constexpr(Given._fields.index("logits"))
@@ -149,17 +129,7 @@ def met(number, PART: tl.constexpr, say, layer, alive, p, S: tl.constexpr):
 
 
 @triton.jit
-def shared_module(
-    stream,
-    count,
-    number,
-    layer,
-    alive,
-    p,
-    S: tl.constexpr,
-    STAGE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def shared_module(stream, count, number, layer, alive, p, S: tl.constexpr, STAGE: tl.constexpr, COLUMNS: tl.constexpr):
     """Publish every column's rows of o_proj (STAGE 1) or down_proj (3); the weight stream, and alive.
 
     `number` is that of the layer's first meeting.
