@@ -18,6 +18,10 @@ class ModelError(KogError):
     exit_code = 3
 
 
+class FileError(ModelError):
+    """A file of weights that can no longer be read; the message names it."""
+
+
 class DeviceError(KogError):
     exit_code = 4
 

@@ -25,6 +25,7 @@ from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
 from kog_triton.schedule.cuda_weights import unreadable
+from kog_triton.schedule.embedding import embedding_bytes
 from kog_triton.schedule.hip import HipLowering, asked_blocks, lower_hip, place_blocks
 from kog_triton.schedule.lowering import Partition, Tiling, matrix_stages
 from kog_triton.schedule.scaling import (
@@ -156,7 +157,7 @@ def summary(partition: Partition, gpu: Gpu) -> str:
 def shortage(schedule: Schedule, per_gpu: int, gpu: Gpu, others: Sequence[int] = (2, 4, 8)) -> str:
     """Of weights that a GPU has no room for, a line; else nothing. Each GPU holds the embedding beside its part.
     `others`: on how many GPUs the backend would run."""
-    embedding = schedule.spec.weight_bytes("embed")
+    embedding = embedding_bytes(schedule.spec)
     # A datasheet's GB are nearer 2^30 bytes: an H200 of 141 has 150.1e9 by its driver, an H100 of 80 has 85.0e9.
     room = gpu.memory_bytes / 1e9 * 2**30
     if per_gpu + embedding < room:

@@ -59,7 +59,7 @@ class Memory:
     """
 
     weights: Tensor
-    embed: Tensor  # narrow: what embedding.py's table looks like as 16-bit values
+    embed: Tensor  # a narrow one's bytes, viewed as 16-bit values
     gains: Tensor
     biases: Tensor
     qk_gains: Tensor

@@ -97,7 +97,11 @@ class BackendOptions:
 
 
 class WeightSource(Protocol):
-    """Where a backend reads weights: `load` gives one canonical tensor of `spec.shapes` as a torch tensor."""
+    """Where a backend reads weights: `load` gives one canonical tensor of `spec.shapes` as a torch tensor.
+
+    One with weights in `spec.narrow` also has `narrow(name, bring)`: a narrow one's codes and scales, a `Narrow`
+    (narrow.py), unpacked where `bring` gives a stored tensor.
+    """
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -35,7 +35,7 @@ class Embedding:
         if self.row is None:
             return found.float()
         row, how = self.row, self.row.format
-        values = code_values(how.code, found[..., : row.code_bytes])[..., : row.cols]
+        values = code_values(how.code, found[..., : row.code_bytes], row.less)[..., : row.cols]
 
         def by_value(number: int) -> Tensor:
             first = row.code_bytes + 4 * row.groups * number
@@ -45,8 +45,6 @@ class Embedding:
 
         if how.offset is Offset.ZERO_POINT:
             values -= by_value(1)
-        elif row.lift:
-            values -= row.lift
         values *= by_value(0)
         if how.offset is Offset.MINIMUM:
             values += by_value(1)

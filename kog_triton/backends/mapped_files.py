@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kog_triton.errors import ModelError, first_line
+from kog_triton.errors import FileError, first_line
 
 Tensor = torch.Tensor
 MAPS = Path("/proc/self/maps")  # "first-last rights offset device inode      path", addresses in hexadecimal
@@ -39,15 +39,15 @@ class Mapping:
     holder: Tensor  # a view of it: while there is one, no other memory can come to lie at these addresses
 
     def fill(self, to: memoryview, address: int) -> None:
-        """Read what lies at the address; ModelError if the file gives less."""
+        """Read what lies at the address; FileError if the file gives less."""
         at = address - self.first + self.offset
         while len(to):
             try:
                 count = os.preadv(self.fd, [to], at)
             except OSError as error:
-                raise ModelError(f"{self.path}: cannot be read at byte {at}: {first_line(error)}") from error
+                raise FileError(f"{self.path}: cannot be read at byte {at}: {first_line(error)}") from error
             if not count:
-                raise ModelError(
+                raise FileError(
                     f"{self.path}: ends at byte {at}, which held weights when it was opened: load the model again"
                 )
             to, at = to[count:], at + count
@@ -98,7 +98,7 @@ class MappedFiles:
         self.bytes_read = 0  # that came from files
 
     def copy(self, source: Tensor, to: Tensor) -> None:
-        """uint8 [n] each, contiguous, of the host; ModelError if the file behind `source` cannot be read."""
+        """uint8 [n] each, contiguous, of the host; FileError if the file behind `source` cannot be read."""
         mapping = self._mapping(source)
         count, view = len(source), to.numpy().data
         if mapping is None or self._are_written(source.data_ptr(), count):

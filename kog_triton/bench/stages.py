@@ -140,7 +140,7 @@ def stage_bytes(spec: ModelSpec, stage: Stage, layer: int, depth: int) -> int:
     A mix reads gains alone, which do not count.
     """
     if stage.op is Op.EMBED:
-        return spec.hidden_size * spec.dtype.bytes
+        return spec.weight_bytes("embed") // spec.vocab_size
     if stage.op is Op.ATTENTION:
         seen = min(depth, spec.windows[layer] or depth)
         return seen * spec.kv_bytes_per_position // spec.num_layers

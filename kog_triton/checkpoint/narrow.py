@@ -85,10 +85,6 @@ class NarrowTensor:
             values += self._spread(self.offsets.float())
         return values
 
-    def to(self, device: str | torch.device) -> "NarrowTensor":
-        """This weight on another device."""
-        return self.moved(lambda tensor: tensor.to(device))
-
     def moved(self, move: Bring) -> "NarrowTensor":
         """This weight with each of its tensors as `move` gives it elsewhere."""
         offsets = None if self.offsets is None else move(self.offsets)

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from kog_triton.errors import ModelError
 from kog_triton.model.spec import DType
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
-from kog_triton.schedule.embedding import unreadable_embedding
+from kog_triton.schedule.embedding import embedding_row
 from kog_triton.schedule.schedule import Axis, Epilogue, Op, Schedule, Scope, Stage
 from kog_triton.schedule.shards import canonical
 
 FRAGMENT_ROWS = 8
+QUAD = 4  # values of an embedding's row that a thread reads at a time, of one scale
 STEP_VALUES = 32  # of K, that one product of whole numbers takes
 # A warp's scales of a fragment take 4 bytes or a multiple of 8: loads of two rows are aligned then
 # (include/kog/narrow.h), and those of four warps a whole copy of prompts (include/kog/prompt/pieces.h).
@@ -175,8 +176,9 @@ def unreadable(schedule: Schedule) -> str:
     }
     if cut:
         return f"it reads groups that {STEP_VALUES} divides, not {', '.join(cut)}"
-    if reason := unreadable_embedding(schedule.spec):
-        return reason
+    row = embedding_row(schedule.spec)
+    if row and (row.cols % QUAD or row.group % QUAD):
+        return f"it reads narrow embeddings of rows and groups that {QUAD} divides, not of {row.cols} and {row.group}"
     try:
         for _, stage in schedule.walk():
             if stage.op is Op.MATVEC and (how := stage_format(schedule, stage)):

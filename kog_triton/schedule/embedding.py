@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from kog_triton.model.spec import ModelSpec
 from kog_triton.model.weight_format import Code, Offset, WeightFormat
 
-QUAD = 4  # values that a thread unpacks at a time, of one scale
 ALIGNED = 16  # bytes
 
 
@@ -26,7 +25,7 @@ class EmbeddingRow:
         return -(-self.cols // self.group)
 
     @property
-    def lift(self) -> int:
+    def less(self) -> int:
         """What UINT4's codes are more than they stand for."""
         how = self.format
         return 8 if how.code is Code.UINT4 and how.offset is Offset.NONE else 0
@@ -47,9 +46,7 @@ def embedding_row(spec: ModelSpec) -> EmbeddingRow | None:
     return EmbeddingRow(how, spec.hidden_size) if how else None
 
 
-def unreadable_embedding(spec: ModelSpec) -> str:
-    """Why no kernel reads a model's narrow embedding, "" if it does."""
+def embedding_bytes(spec: ModelSpec) -> int:
+    """What a GPU holds of it."""
     row = embedding_row(spec)
-    if row and (row.cols % QUAD or row.group % QUAD):
-        return f"it reads an embedding of groups and rows of which {QUAD} is a divisor, not {row.format.name}"
-    return ""
+    return spec.vocab_size * row.bytes if row else spec.weight_bytes("embed")

@@ -16,7 +16,6 @@ from typing import Any
 from kog_triton.errors import ModelError
 from kog_triton.model.weight_format import Code, Offset
 from kog_triton.schedule.cuda_weights import stage_format
-from kog_triton.schedule.embedding import unreadable_embedding
 from kog_triton.schedule.schedule import Op, Schedule, Stage
 
 LEAST_GROUP = 32  # values of K: a thread's codes of one load share a scale
@@ -96,8 +95,6 @@ def unreadable_codes(schedule: Schedule) -> str:
         whole = how.group_cols & (how.group_cols - 1) == 0 and how.group_cols >= LEAST_GROUP
         if how.group_cols and not whole:
             return f"it reads groups of a power of two from {LEAST_GROUP} on, not {how.name}"
-    if reason := unreadable_embedding(spec):
-        return reason
     try:
         for _, stage in schedule.walk():
             if stage.op is Op.MATVEC:

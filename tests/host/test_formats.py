@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from kog_triton.backends import BackendOptions
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.checkpoint.folder import Checkpoint
-from kog_triton.errors import ModelError
+from kog_triton.errors import FileError, ModelError
 from kog_triton.model.weight_format import FORMATS, Code, Offset, Scale, WeightFormat
 from tests.lib import gguf_cases, narrow_cases, tiny
 
@@ -55,7 +55,18 @@ def test_codes_are_unpacked_behind_the_way_to_a_gpu(name, tmp_path):
     there = checkpoint.narrow(weight, lambda t: brought.append(t.data_ptr()) or t.clone())
     assert torch.equal(there.unpack(), checkpoint.load(weight))
     files, used = checkpoint._files, checkpoint._weights[weight].found.module.used
-    assert {*brought} <= {files.read(stored).data_ptr() for stored in used}
+    assert brought and {*brought} <= {files.read(stored).data_ptr() for stored in used}
+
+
+def test_a_file_that_is_lost_on_the_way_is_named_alone(tmp_path):
+    narrow_cases.checkpoint("fp8_block", tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+
+    def lose(_):
+        raise FileError("model-00002: ends at byte 5")
+
+    with pytest.raises(FileError, match=r"^model-00002: ends at byte 5$"):
+        checkpoint.narrow("layers.0.o_proj", lose)
 
 
 @pytest.mark.gpu

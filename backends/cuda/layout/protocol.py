@@ -14,7 +14,7 @@ MAX_REQUESTS = 16  # requests that one launch serves
 # Tensors that a launch reads and writes, and what the kernel sees them as.
 TENSORS = {
     "weights": "const u8*",  # ring slots, those of all blocks side by side
-    "embed": "const u16*",  # [vocab, hidden, up to 4]
+    "embed": "const u16*",  # [vocab, hidden, up to 4]; of a narrow one its rows' bytes
     "gains": "const float*",  # [2 * layers + 1, lanes or 1, hidden, up to 4]
     "biases": "const float*",  # [layers, kBiasRows]: stage by stage, lane by lane; gate and up woven
     "qk_gains": "const float*",  # [layers, 2, head_dim]

@@ -114,11 +114,14 @@ class TorchNarrow(TorchGraph):
         source: Any = setting.weights  # of narrow weights it has `narrow`
         formats = dict(source.spec.narrow)
 
+        def bring(tensor: Tensor) -> Tensor:
+            return tensor.to(setting.device)
+
         def make_linear(names: Sequence[str], bias: Tensor | None) -> Linear:
             if names[0] not in formats:
                 wide = [source.load(name)[0].to(setting.device, torch.bfloat16) for name in names]
                 return WideLinear(torch.cat(wide), bias)
-            parts = [source.narrow(name).to(setting.device) for name in names]
+            parts = [source.narrow(name, bring) for name in names]
             rows = join_rows([part.reshape(part.shape[-2:]) for part in parts])
             linear = Int4Linear if rows.format.code is Code.UINT4 else Fp8Linear
             return linear(rows, bias)

@@ -9,7 +9,7 @@ import torch
 
 from kog_triton.checkpoint.narrow import Bring, NarrowTensor, as_it_is
 from kog_triton.checkpoint.tensor_files import StoredTensor
-from kog_triton.errors import ModelError, shown
+from kog_triton.errors import FileError, ModelError, shown
 from kog_triton.model.weight_format import Scale, WeightFormat
 
 ONE_VALUE = ((), (1,), (1, 1))  # shapes in which one scale a tensor is stored
@@ -109,6 +109,8 @@ class Found:
         """Where `bring` takes the stored tensors; ModelError if the values contradict the format."""
         try:
             return self.read(replace(self.module, bring=bring))
+        except FileError:
+            raise
         except ModelError as error:
             raise self.module.error(str(error)) from None
 

@@ -109,11 +109,7 @@ def feed(pos, count, slot, layer, p, S: tl.constexpr, STAGE: tl.constexpr):
             x += received(layer, lane, t, i, inside, p, S, 1)
         elif layer == 0:
             token = tl.load(p.tokens + slot * (S.max_context + 1) + pos + t)
-            if S.has_narrow_embedding:
-                x = embedded(token, i, p, S)
-            else:
-                row = p.half_embed + token.to(tl.int64) * S.hidden_size
-                x = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
+            x = embedded(token, i, p, S)
         else:
             x = tl.load(stream, mask=inside, other=0.0)
             x += received(layer - 1, lane, t, i, inside, p, S, 3)

@@ -32,11 +32,20 @@ def load_embedding(token, p, S: tl.constexpr):
 
 @triton.jit
 def embedded(token, i, p, S: tl.constexpr):
-    """Values i of a token's row of a narrow embedding (schedule/embedding.py), rounded to the model's type; zeros
-    behind its end."""
+    """Values i of a token's row, of a narrow embedding rounded to the model's type; zeros behind its end."""
+    inside = i < S.hidden_size
+    if S.has_narrow_embedding:
+        value = unpacked(token, i, inside, p, S)
+    else:
+        row = p.half_embed + token.to(tl.int64) * S.hidden_size
+        value = tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def unpacked(token, i, inside, p, S: tl.constexpr):
     R: tl.constexpr = S.embedding
     BITS: tl.constexpr = R.format.code.bits
-    inside = i < S.hidden_size
     row = p.embed + token.to(tl.int64) * (R.bytes // 4)
     numbers = row + R.code_bytes // 4 + i // R.group
     word = tl.load(row + i // (32 // BITS), mask=inside, other=0)
@@ -47,7 +56,7 @@ def embedded(token, i, p, S: tl.constexpr):
         offset = tl.load(numbers + R.groups, mask=inside, other=0).to(tl.float32, bitcast=True)
     if R.format.offset == ZERO_POINT:
         value -= offset
-    value = rounded_product(value - R.lift, scale)
+    value = rounded_product(value - R.less, scale)
     if R.format.offset == MINIMUM:
         value += offset
     return low(half_bits(value, S, False), S)
