@@ -25,7 +25,8 @@ from kog_triton.bench.engines import check_devices
 from kog_triton.bench.model import SEED
 from kog_triton.bench.task import Common, Say
 from kog_triton.model.spec import ModelSpec, Reduce
-from kog_triton.schedule.schedule import Op, Schedule, Scope, Stage, build
+from kog_triton.schedule.schedule import Op, Schedule, Stage, build
+from kog_triton.schedule.shards import canonical
 
 # Many times any L2, and 0.2 ms or more of writing: by its end the host has queued the launch that is timed.
 FLUSH_BYTES = 1 << 30
@@ -146,8 +147,7 @@ def stage_bytes(spec: ModelSpec, stage: Stage, layer: int, depth: int) -> int:
         return seen * spec.kv_bytes_per_position // spec.num_layers
     if stage.op is not Op.MATVEC:
         return 0
-    shards = 1 if stage.scope is Scope.ALL else spec.num_lanes
-    return stage.rows * stage.cols * shards * spec.dtype.bytes
+    return sum(spec.weight_bytes(canonical(stage, name, layer)) for name in stage.weights)
 
 
 def inputs(schedule: Schedule, stage: Stage, layer: int, depth: int, device: torch.device) -> State:

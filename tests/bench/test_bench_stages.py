@@ -19,8 +19,9 @@ from kog_triton.bench.show import stage_table
 from kog_triton.bench.stages import StageTask, inputs, largest_error, measure_stages, stage_bytes
 from kog_triton.checkpoint.random_weights import RandomWeights
 from kog_triton.errors import RunError
-from kog_triton.model.shapes import named_shape
+from kog_triton.model.shapes import named_shape, with_format
 from kog_triton.model.spec import DType, Head, Reduce
+from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.schedule import Op, build
 from tests.lib.cuda_walk import FiberBackend, noting
 from tests.lib.ring_walker import spec_of
@@ -128,9 +129,10 @@ def test_not_a_number_is_not_right():
     ) <= stages.MAX_ERROR  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-0.6b", "laneformer-2b"])
+@pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-0.6b", "laneformer-2b", "qwen3-8b,int4-g128"])
 def test_bytes_of_the_stages_are_those_of_a_token(shape):
-    spec = named_shape(shape)
+    shape, _, how = shape.partition(",")
+    spec = with_format(named_shape(shape), FORMATS[how]) if how else named_shape(shape)
     schedule = build(spec)
     walked = [(stage, segment.repeat) for segment, stage in schedule.walk()]
     weights = sum(n * stage_bytes(spec, stage, 0, 100) for stage, n in walked if stage.op is Op.MATVEC)
