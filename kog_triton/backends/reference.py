@@ -11,7 +11,8 @@ Shapes: S shards, T tokens, H query heads and K key/value heads of a shard, d he
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,25 @@ Delayed = dict[str, list[Tensor]]  # outputs of o_proj and down_proj, layer by l
 Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # a layer's new k and v to all
 
 
+class WhenUsed(Mapping[tuple[str, int], Tensor]):
+    """Matrices by stage and layer, each read again whenever it is asked for."""
+
+    def __init__(self, read: Callable[[tuple[str, int]], Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: tuple[str, int]) -> Tensor:
+        return self._read(key)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(())  # none is held
+
+    def __len__(self) -> int:
+        return 0
+
+
 class ReferenceBackend:
+    """`keeps` its matrices, or reads each whenever a pass uses it: to judge a model of which a GPU holds no float32."""
+
     name = "reference"
     vendors = (*VENDORS, "cpu")
     rank = 9  # float32, for correctness: what is left where nothing else runs
@@ -57,7 +76,7 @@ class ReferenceBackend:
         """Nothing: it runs them by their values in float32."""
         return ""
 
-    def __init__(self, weights: WeightSource, options: BackendOptions) -> None:
+    def __init__(self, weights: WeightSource, options: BackendOptions, keeps: bool = True) -> None:
         if options.prefill == "library":
             raise RequestError("the reference backend has one prefill: leave --prefill at auto")
         stored = DTYPES["fp32" if options.dtype == "auto" else options.dtype]
@@ -72,6 +91,7 @@ class ReferenceBackend:
             self.partition = default_partition(self.schedule)
         elif options.walk != "stage":
             raise RequestError(f"walk {options.walk!r}: the reference backend walks stage or block")
+        self._keeps = keeps
         self._load(weights)
         self._rope = torch.empty(0, 2, self.spec.head_dim // 2, device=self.device)
         self.kv = self._new_kv(options.num_slots, self.max_context)
@@ -79,24 +99,36 @@ class ReferenceBackend:
 
     # ---- weights ----
 
+    def _get(self, weights: WeightSource, name: str) -> Tensor:
+        tensor: Tensor = weights.load(name)
+        return tensor.to(self.device, TORCH_DTYPES[self.spec.dtype])
+
+    def _matrix(self, weights: WeightSource, stage: Stage, layer: int) -> Tensor:
+        """[S, rows, cols]; gate above up."""
+        names = [canonical(stage, w, layer) for w in stage.weights]
+        parts: list[Tensor] = [shard_matrix(self.schedule, stage, self._get(weights, n)) for n in names]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def _matrices(self, weights: WeightSource) -> Mapping[tuple[str, int], Tensor]:
+        if not self._keeps:
+            return WhenUsed(lambda key: self._matrix(weights, self.schedule.stage(key[0]), key[1]))
+        kept: dict[tuple[str, int], Tensor] = {}
+        for segment, stage in self.schedule.walk():
+            for layer in range(segment.repeat):
+                if "embed" in stage.weights and stage.op is Op.MATVEC:
+                    kept[stage.name, layer] = kept["embed", 0]
+                elif stage.weights:
+                    kept[stage.name, layer] = self._matrix(weights, stage, layer)
+        return kept
+
     def _load(self, weights: WeightSource) -> None:
-        s = self.schedule
-
-        def get(name: str) -> Tensor:
-            return weights.load(name).to(self.device, TORCH_DTYPES[self.spec.dtype])
-
-        self._weights: dict[tuple[str, int], Tensor] = {}  # [S, rows, cols]; gate above up
+        s, get = self.schedule, partial(self._get, weights)
+        self._weights = self._matrices(weights)
         self._biases: dict[tuple[str, int], Tensor] = {}  # [S, rows]
         self._gains: dict[tuple[str, int], Tensor] = {}  # [S or 1, 1, hidden]
         for segment, stage in s.walk():
             for layer in range(segment.repeat):
                 key = (stage.name, layer)
-                names = [canonical(stage, w, layer) for w in stage.weights]
-                if "embed" in names and stage.op is Op.MATVEC:
-                    self._weights[key] = self._weights["embed", 0]
-                elif names:
-                    parts = [shard_matrix(s, stage, get(n)) for n in names]
-                    self._weights[key] = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
                 if stage.biases:
                     parts = [shard_bias(s, stage, get(canonical(stage, b, layer))) for b in stage.biases]
                     self._biases[key] = torch.cat(parts, 1).float()
@@ -115,7 +147,7 @@ class ReferenceBackend:
         return KVCache(self.schedule, num_slots, limit, self.device)
 
     def close(self) -> None:
-        self._weights.clear()
+        self._weights = {}
         self.kv.clear()
 
     # ---- entry points ----

@@ -206,10 +206,7 @@ def _timed() -> Parser:
     out.add_argument("--peer", action="append", metavar="NAME", choices=PEERS, help=f"{', '.join(PEERS)}")
     out.add_argument("--gguf", type=Path, metavar="FILE", help="this model, for llama-bench")
     out.add_argument(
-        "--no-check",
-        action="store_true",
-        help="compare nothing with the fp32 reference, which a GPU does not hold of the largest models; the record "
-        "says so",
+        "--no-check", action="store_true", help="compare nothing with the fp32 reference; the record says so"
     )
     out.add_argument(
         "--no-kernel-switches",

@@ -9,11 +9,12 @@ Two questions:
 Rounding moves a choice only between near-equal logits, a wrong kernel anywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+import torch
 
 from kog_triton.backends import BackendOptions, WeightSource, find_backend
 from kog_triton.bench.engines import EngineUnderTest
@@ -23,6 +24,7 @@ CHECK_POSITIONS = 128
 # The reference has no flash attention: four times as many take it sixteen times as long.
 CHECK_DEPTH = 32768
 CHECK_TOKENS = 32
+ROOM = 4 << 30  # bytes beside the reference's weights: not measured
 PASS = 256  # of them that the reference takes at once: bounds its scores at PASS x depth a head
 # Standard deviations. Two kernels that share no code chose the same token 0.23 and 0.25 below the largest (H200,
 # llama-3.2-1b after 256 ids): rounding. A token drawn at random lies about four below, by calculation.
@@ -58,8 +60,11 @@ class Oracle(Protocol):
 
 
 def open_oracle(weights: WeightSource, options: BackendOptions) -> Oracle:
-    """The fp32 reference of a model."""
-    return cast(Oracle, find_backend("reference")(weights, options))
+    """The fp32 reference of a model; where the GPU has no room for its weights, one that reads them when used."""
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    fits = not on_gpu or 4 * weights.spec.num_parameters + ROOM < torch.cuda.mem_get_info()[0]
+    reference: Callable[..., Any] = find_backend("reference")
+    return cast(Oracle, reference(weights, options, keeps=fits))
 
 
 class Judge:

@@ -17,6 +17,7 @@ from kog_triton.bench.engines import BackendUnderTest
 from kog_triton.bench.model import Retyped
 from kog_triton.bench.peers import Setting
 from kog_triton.bench.peers.transformers_model import TransformersPeer
+from kog_triton.errors import DeviceError, first_line
 from kog_triton.model.spec import DType
 
 FACTOR = 1.5
@@ -65,13 +66,19 @@ def unpacked_kl_limit(
 ) -> KlLimit:
     """As `kl_limit`, of narrow weights: what a backend makes of their values in the model's own type, where that is
     rounded to 16 bits, and UNPACKED more."""
-    engine = BackendUnderTest(backend, Retyped(weights, weights.spec.dtype), options)
+    large = weights.spec.num_parameters >= LARGE
+    try:
+        engine = BackendUnderTest(backend, Retyped(weights, weights.spec.dtype), options)
+    except DeviceError as error:  # the backend is open already, of the narrow weights: no room for more
+        if not large:
+            raise
+        return KlLimit(MOST_OF_LARGE, f"of 7 billion parameters and more; unpacked: {first_line(error)}")
     try:
         kl = float(compare(want, engine.logits(ids))[1].mean())
     finally:
         engine.close()
     reason = f"{UNPACKED:g} x its own {kl:.1e} on the unpacked weights"
-    if weights.spec.num_parameters >= LARGE and UNPACKED * kl > MOST_OF_LARGE:
+    if large and UNPACKED * kl > MOST_OF_LARGE:
         return KlLimit(MOST_OF_LARGE, f"of 7 billion parameters and more, less than {reason}")
     return KlLimit(UNPACKED * kl, reason)
 

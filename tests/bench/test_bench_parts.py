@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from kog_triton.backends import BackendOptions, find_backend
+from kog_triton.backends import BackendOptions, find_backend, reference
 from kog_triton.backends.choose import choose
+from kog_triton.bench import check, measure, timing
 from kog_triton.bench import kl_limit as kl_limits
-from kog_triton.bench import measure, timing
 from kog_triton.bench.check import compare, token_gaps
 from kog_triton.bench.engines import BackendUnderTest, Run
 from kog_triton.bench.kl_limit import FACTOR, LANES, LEAST, KlLimit, kl_limit
@@ -21,7 +21,7 @@ from kog_triton.bench.record import make_row, target_of
 from kog_triton.bench.timing import roofline, summarize
 from kog_triton.bench.trace import count
 from kog_triton.checkpoint.random_weights import RandomWeights
-from kog_triton.errors import RunError
+from kog_triton.errors import DeviceError, RunError
 from kog_triton.model.families import read_spec
 from kog_triton.model.shapes import named_shape
 from kog_triton.model.spec import DType
@@ -154,6 +154,38 @@ def test_the_limit_without_transformers(monkeypatch):
     monkeypatch.setattr(transformers_model, "find_spec", lambda name: None)
     limit = kl_limit(weights, CPU, PROMPT, want)
     assert limit.backend == LEAST and "not installed" in limit.reason
+
+
+def test_a_reference_that_does_not_fit_reads_its_weights_as_they_are_used(monkeypatch):
+    weights = RandomWeights(read_spec(SMALL | MODELS["llama"]))
+    loads, load = [], weights.load
+    monkeypatch.setattr(weights, "load", lambda name: loads.append(name) or load(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(reference, "_device", lambda word: CPU)
+    enough = check.ROOM + 4 * weights.spec.num_parameters + 1
+    found = []
+    for free in (enough, enough - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, enough))
+        oracle = check.open_oracle(weights, BackendOptions(max_context=64))
+        loads.clear()
+        found.append(oracle.forward_logits(PROMPT))
+        held = oracle.memory_bytes()["weights"]
+        assert (held > 0) is (loads == []) is (free == enough)
+    assert np.array_equal(*found)
+    assert len(loads) == len(set(loads)) + weights.spec.tied_embeddings  # each matrix once
+
+
+def test_the_limit_without_memory_for_the_unpacked_weights(monkeypatch):
+    def no_room(*arguments):
+        raise DeviceError("not even the weights fit")
+
+    monkeypatch.setattr(kl_limits, "BackendUnderTest", no_room)
+    given = None, BackendOptions(), [1], np.zeros((1, 4))
+    large, small = (RandomWeights(named_shape(name)) for name in ("llama-3.1-8b", "llama-3.2-1b"))
+    limit = kl_limits.unpacked_kl_limit(large, *given)
+    assert limit.backend == kl_limits.MOST_OF_LARGE and limit.reason.endswith("not even the weights fit")
+    with pytest.raises(DeviceError):
+        kl_limits.unpacked_kl_limit(small, *given)
 
 
 def out_of_memory(*arguments):
