@@ -20,7 +20,7 @@ from tests.lib import kept_rows
 from tests.lib.gfx942.hip_mutants import REQUESTS, Record, explained, idle, place, tried
 
 KEPT = Path(__file__).parent / "mutants.json.xz"
-LEAST_RUNS = 8  # of a mutant that lives
+LEAST_RUNS = 16  # of a mutant that lives
 # Of a wait: what a walk over all ways through the code says (waits.py). Of all: ARGUED and ARGUED_OF.
 REASONS = ("other ways need it", "no way needs it", "argued")
 
