@@ -35,7 +35,7 @@ class Embedding:
         if self.row is None:
             return found.float()
         row, how = self.row, self.row.format
-        values = code_values(how.code, found[..., : row.code_bytes], row.less)[..., : row.cols]
+        values = code_values(how.code, found[..., : row.code_bytes], row.zero)[..., : row.cols]
 
         def by_value(number: int) -> Tensor:
             first = row.code_bytes + 4 * row.groups * number

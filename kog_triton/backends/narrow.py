@@ -26,8 +26,11 @@ class Narrow(Protocol):
     def scale_values(self) -> Tensor: ...
 
 
-def code_values(code: Code, stored: Tensor, less: int = 0) -> Tensor:
-    """Of bytes [..., n], float32 [..., codes of them]; of 4 bits the low half first, whole numbers `less` so much."""
+def code_values(code: Code, stored: Tensor, zero: int = 0) -> Tensor:
+    """Bytes [..., n] as what their codes stand for, float32 [..., codes]; of 4 bits the low half of a byte comes first.
+
+    zero  the code of UINT4 that stands for zero
+    """
     if code is Code.E4M3:
         return stored.view(torch.float8_e4m3fn).float()
     if code is Code.INT8:
@@ -35,7 +38,7 @@ def code_values(code: Code, stored: Tensor, less: int = 0) -> Tensor:
     nibbles = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
     if code is Code.E2M1:
         return e2m1_in_half(nibbles.to(torch.int16)).view(torch.float16).float() * 2**14
-    return (nibbles.view(torch.int8) - less).float() if less else nibbles.float()
+    return (nibbles.view(torch.int8) - zero).float() if zero else nibbles.float()
 
 
 LoadNarrow = Callable[[str], Narrow]  # a narrow weight by its canonical name, on the device

@@ -25,8 +25,8 @@ class EmbeddingRow:
         return -(-self.cols // self.group)
 
     @property
-    def less(self) -> int:
-        """What UINT4's codes are more than they stand for."""
+    def zero(self) -> int:
+        """The code that stands for zero, where no zero points say it."""
         how = self.format
         return 8 if how.code is Code.UINT4 and how.offset is Offset.NONE else 0
 

@@ -254,6 +254,7 @@ def _embedding(spec: ModelSpec) -> dict[str, int]:
     return {
         "codes": int(row.format.code),
         "offset_kind": int(row.format.offset),
+        "zero": row.zero,
         "group": row.group,
         "groups": row.groups,
         "scales_at": row.code_bytes,

@@ -58,8 +58,8 @@ struct EmbeddedQuad<Row, true> {
     float v = number(code);
     if constexpr (Row::kOffsetKind == kOffsetZeroPoint)
       v -= offset;
-    else if constexpr (Row::kCodes == kUint4 && Row::kOffsetKind == kOffsetNone)
-      v -= 8;
+    else
+      v -= Row::kZero;
     v = product(v, scale);
     if constexpr (Row::kOffsetKind == kOffsetMinimum) v += offset;
     return v;

@@ -59,7 +59,7 @@ def unpack_narrow_tiles(t: StageTiles, warps: int, group: int, packed: Tensor, d
 
 def _values(codes: TileCodes, stored: Tensor) -> Tensor:
     """Of a tile's bytes [..., n], float32 [..., codes of them], but for zero points."""
-    if codes.zero:  # less that, in 4 bits
+    if codes.zero:  # stored less that, in 4 bits: what 17 times it turns in both halves of a byte is the code
         return code_values(codes.code, stored ^ 17 * codes.zero, codes.zero)
     return code_values(codes.code, stored)
 

@@ -56,7 +56,7 @@ def unpacked(token, i, inside, p, S: tl.constexpr):
         offset = tl.load(numbers + R.groups, mask=inside, other=0).to(tl.float32, bitcast=True)
     if R.format.offset == ZERO_POINT:
         value -= offset
-    value = rounded_product(value - R.less, scale)
+    value = rounded_product(value - R.zero, scale)
     if R.format.offset == MINIMUM:
         value += offset
     return low(half_bits(value, S, False), S)
