@@ -99,8 +99,8 @@ def test_a_barrier_between_warps_that_share_a_blocks_ids_is_missed(where):
 
 @pytest.mark.parametrize(("case", "where"), some_always(OTHERS, "wide"))
 def test_what_a_request_lives_without_another_model_misses(case, where):
-    first = next(m for m in tried(case) if place(case, m) == where)
-    assert "a race for byte" in caught(case, first, 8)
+    found = [m for m in tried(case) if place(case, m) == where]
+    assert any("a race for byte" in caught(case, mutant, 8) for mutant in found)
 
 
 @pytest.mark.slow
@@ -137,7 +137,9 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 96), mutant.named()
 
 
-MORE_ARGUED = ("laneformer", "heads", "many", "columns", "columns of waves", "columns of heads", "chunk")
+MORE_ARGUED = (
+    "laneformer", "heads", "many", "columns", "columns of waves", "columns of heads", "columns of ranks", "chunk"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", some_always(["split", "wide", *MORE_ARGUED], "wide"))

@@ -1,7 +1,7 @@
 """Compile the Triton kernel, as often as asked: a line of JSON in, [target, shape, variant ..], a line out.
 
-A variant is rules, chunks, rules+chunks, columns=8, rules+columns=8 or the name of a stage. An answer has the version
-of Triton and the reports, or the error.
+A variant is rules, chunks, rules+chunks, columns=8, rules+columns=8 or the name of a stage, with "of ones" behind
+it or not. An answer has the version of Triton and the reports, or the error.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """
@@ -22,6 +22,7 @@ from tests.lib.narrow_stream import narrow_spec
 from tests.lib.ring_walker import spec_of
 
 FLAGS = {"rules", "chunks"}  # of the kernel that decodes
+OF_ONES = " of ones"
 WITH_HEAD = ("fp8-block", "mxfp4")  # narrow too, of the small models, and the embedding
 SMALL = {"num_blocks": 4, "max_context": 64}
 NARROW = {"fp8": "fp8-block", "int8": "int8-channel", "int4": "int4-g128", "mxfp4": "mxfp4"}
@@ -52,7 +53,7 @@ def reports_of(target: str, shape: str, *variants: str) -> list[dict[str, Any]]:
         flags = variant.split("+") if variant else []
         columns = [int(flag[8:]) for flag in flags if flag.startswith("columns=")]
         flags = [flag for flag in flags if not flag.startswith("columns=")]
-        known = dict.fromkeys(flags, True) if set(flags) <= FLAGS else {"stage": variant}
+        known = dict.fromkeys(flags, True) if set(flags) <= FLAGS else {"stage": variant.removesuffix(OF_ONES), "ones": variant.endswith(OF_ONES)}
         known |= {"columns": columns[0]} if columns else {}
         reports.append(vars(compile_report(spec, target, **sizes, **known)))
     return reports

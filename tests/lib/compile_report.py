@@ -76,13 +76,14 @@ def compile_kernel(
     rules: bool = False,
     chunks: bool = False,
     stage: str = "",
+    ones: bool = False,
     columns: int = 1,
     large: Collection[str] = Pointers._fields,
 ) -> tuple[Any, int]:
     """Triton's compiled kernel of a model for a target, sm_80 .. or gfx90a .. , and the warps of a block.
 
     With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts in chunks; with a
-    `stage`, that of run_stage. `large`: the pointers to 2 GiB and more, of whose accesses Triton makes other
+    `stage`, that of run_stage, with `ones` for a layer, position and token of 1, which Triton compiles in. `large`: the pointers to 2 GiB and more, of whose accesses Triton makes other
     instructions for AMD.
     """
     vendor = "amd" if target.startswith("gfx") else "nvidia"
@@ -93,8 +94,9 @@ def compile_kernel(
     types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(LONGS, "*i64")
     signature: dict[str, Any] = {"p": Pointers(**types)}
     if stage:
-        signature |= {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(NUMBERS, "i32")
-        known = {"STAGE": stage, "S": tiles}
+        signature |= {"x": "*fp32", "out": "*fp32"} | ({} if ones else dict.fromkeys(NUMBERS, "i32"))
+        known = dict.fromkeys(NUMBERS, 1) if ones else {}
+        known |= {"STAGE": stage, "S": tiles}
     elif columns > 1:
         known = {"S": tiles, "COLUMNS": columns, "RULES": rules}
     else:

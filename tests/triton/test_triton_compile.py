@@ -410,7 +410,8 @@ def test_sampling_rules_compile(target, shape, reports_of, compiler):
 
 
 def test_single_stages_compile(reports_of, compiler):
-    assert len(reports_of("sm_90", "lanes", *STAGES)) == len(STAGES)
+    stages = [*STAGES, *(f"{name} of ones" for name in STAGES)]
+    assert len(reports_of("sm_90", "lanes", *stages)) == len(stages)
     assert len(reports_of("gfx942", "lanes", "lm_head")) == 1
 
 

@@ -46,6 +46,7 @@ THREE = "the last rows of the head, run_head and choose have a barrier each ahea
 NO_ROW_OF_CACHE = "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
 JOIN = "run_layer > attend > attention > join_kv_task"
 MERGE = "run_layer > attend > attention > walk_head > merge_head > sync_consumers"
+NOW = "whoever puts a sum of all lanes has joined it, the same thread: LDS takes a wave's in order"
 OF_COLUMNS = {
     "no wait for vmcnt in run_layer > down_proj > drain_stores": NO_ROW_OF_CACHE,
     "a wait for vmcnt but one in run_layer > down_proj > drain_stores": NO_ROW_OF_CACHE,
@@ -136,6 +137,13 @@ ARGUED_OF = {
     },
     "columns of waves": OF_COLUMNS | {
         "no barrier in run_head > head_rows > run_rows > run_batch > sync_consumers": THREE,
+    },
+    "columns of ranks": {place: why for place, why in OF_COLUMNS.items() if JOIN not in place} | {
+        f"{what} in run_layer > {stage} > end_module > end > sync_consumers": NOW
+        for stage in ("attend > o_proj", "down_proj")
+        for what in ("no barrier", "no wait for lgkmcnt", "a wait for lgkmcnt but one")
+    } | {
+        "no wait for lgkmcnt in end > sync_consumers": "a read of the wave's own count of steps",
     },
     "chunk": {place: OF_COLUMNS[place] for place in OF_COLUMNS if "wait" in place and "find_place" not in place} | {
         "no wait for lgkmcnt in sync_consumers": ONCE,

@@ -92,10 +92,16 @@ REQUESTS = {
     "columns of waves": ("wide + wide edits", "wide edits + wide", "wide top-p + wide top-k"),
     # The third has the first's slot behind it, beside the second, whose context all blocks share, and ends with that.
     "columns of heads": ("eight + long, greedy + greedy", "eight + long, greedy + edits"),
+    "columns of ranks": ("greedy + sampled + rules + edits", "edits + rules + sampled + greedy"),  # of two GPUs
     "chunk": ("long prompt",),  # four positions of a prompt a step, and its first token
 }
 # The specs, of hip_column_requests.py.
-COLUMNS = {"columns": "windows", "columns of waves": "waves", "columns of heads": "heads"}
+COLUMNS = {
+    "columns": "windows",
+    "columns of waves": "waves",
+    "columns of heads": "heads",
+    "columns of ranks": "llama on two GPUs",
+}
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
 OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
 WALK = ("consume", "run_steps", "run", "run_step", "run_step_between")  # what everything stands in
