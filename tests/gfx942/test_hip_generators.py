@@ -5,7 +5,7 @@ what clang-19's does, and runs requests of small models in both memories, with t
 import pytest
 
 from tests.lib.gfx942 import hip_column_requests, hip_columns, hip_kernel, hip_requests
-from tests.lib.gfx942.backends import GENERATORS, INSTALLED, WHEELS
+from tests.lib.gfx942.backends import FETCHED, GENERATORS, INSTALLED, WHEELS
 from tests.lib.gfx942.hip_gates import amiss, gates, keeps_its_promises, keeps_to, made
 from tests.lib.gfx942.hip_requests import CONDITIONS
 from tests.lib.gfx942.requests import expected
@@ -14,7 +14,7 @@ from tests.lib.real_shapes import real_shape
 from tests.lib.slow import some_always
 from tests.lib.wheel_files import Absent
 
-SPILLS = ("newest Triton's LLVM", "llama-3.1-8b", "chunk")  # two VGPRs of 256
+SPILLS = ("llama-3.1-8b", "chunk")  # two VGPRs of 256, by those that are FETCHED
 COLUMNS = ("llama", "qwen3", "laneformer", "llama of eight")
 
 
@@ -57,7 +57,7 @@ def test_the_kernels_of_full_size(compiler, name, kernel):
         layout = hip_kernel.layout_of(real_shape(name), max_context=4096)
     else:
         layout = hip_columns.most_columns(name, 4096, kernel == "chunk")
-    if (compiler, name, kernel) == SPILLS:
+    if (name, kernel) == SPILLS and compiler in FETCHED:
         one = gates(layout, compiler)
         assert (one.scratch, one.spilled) == (12, 2) and one.vgprs <= 256 and one.narrow == 0
         assert amiss(*made(layout, compiler)) == []
