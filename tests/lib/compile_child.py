@@ -53,7 +53,11 @@ def reports_of(target: str, shape: str, *variants: str) -> list[dict[str, Any]]:
         flags = variant.split("+") if variant else []
         columns = [int(flag[8:]) for flag in flags if flag.startswith("columns=")]
         flags = [flag for flag in flags if not flag.startswith("columns=")]
-        known = dict.fromkeys(flags, True) if set(flags) <= FLAGS else {"stage": variant.removesuffix(OF_ONES), "ones": variant.endswith(OF_ONES)}
+        known = (
+            dict.fromkeys(flags, True)
+            if set(flags) <= FLAGS
+            else {"stage": variant.removesuffix(OF_ONES), "ones": variant.endswith(OF_ONES)}
+        )
         known |= {"columns": columns[0]} if columns else {}
         reports.append(vars(compile_report(spec, target, **sizes, **known)))
     return reports

@@ -83,8 +83,8 @@ def compile_kernel(
     """Triton's compiled kernel of a model for a target, sm_80 .. or gfx90a .. , and the warps of a block.
 
     With `rules`, the one that knows every sampling rule; with `chunks`, the one that runs prompts in chunks; with a
-    `stage`, that of run_stage, with `ones` for a layer, position and token of 1, which Triton compiles in. `large`: the pointers to 2 GiB and more, of whose accesses Triton makes other
-    instructions for AMD.
+    `stage`, that of run_stage, with `ones` for a layer, position and token of 1, which Triton compiles in. `large`: the
+    pointers to 2 GiB and more, of whose accesses Triton makes other instructions for AMD.
     """
     vendor = "amd" if target.startswith("gfx") else "nvidia"
     tiles = lower_tiles(build(spec), num_blocks, max_context, vendor)
