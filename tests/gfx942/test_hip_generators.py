@@ -14,7 +14,7 @@ from tests.lib.real_shapes import real_shape
 from tests.lib.slow import some_always
 from tests.lib.wheel_files import Absent
 
-SPILLS = ("llama-3.1-8b", "chunk")  # two VGPRs of 256, by those that are FETCHED
+SPILLS = ("llama-3.1-8b", "chunk")  # by code generators that are FETCHED: two VGPRs of 256
 COLUMNS = ("llama", "qwen3", "laneformer", "llama of eight")
 
 

@@ -1,7 +1,8 @@
 """Compile the Triton kernel, as often as asked: a line of JSON in, [target, shape, variant ..], a line out.
 
-A variant is rules, chunks, rules+chunks, columns=8, rules+columns=8 or the name of a stage, with "of ones" behind
-it or not. An answer has the version of Triton and the reports, or the error.
+A variant is rules, chunks, rules+chunks, columns=8, rules+columns=8 or the name of a stage; "of ones"
+behind a stage's name: for a layer, position and token of 1. An answer has the version of Triton and the reports, or
+the error.
 
 A process of its own, because the tests' own import of Triton interprets kernels (conftest.py).
 """

@@ -46,7 +46,7 @@ THREE = "the last rows of the head, run_head and choose have a barrier each ahea
 NO_ROW_OF_CACHE = "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
 JOIN = "run_layer > attend > attention > join_kv_task"
 MERGE = "run_layer > attend > attention > walk_head > merge_head > sync_consumers"
-NOW = "whoever puts a sum of all lanes has joined it, the same thread: LDS takes a wave's in order"
+SAME_THREAD = "whoever puts a sum of all lanes has joined it, the same thread: LDS takes a wave's in order"
 OF_COLUMNS = {
     "no wait for vmcnt in run_layer > down_proj > drain_stores": NO_ROW_OF_CACHE,
     "a wait for vmcnt but one in run_layer > down_proj > drain_stores": NO_ROW_OF_CACHE,
@@ -139,7 +139,7 @@ ARGUED_OF = {
         "no barrier in run_head > head_rows > run_rows > run_batch > sync_consumers": THREE,
     },
     "columns of ranks": {place: why for place, why in OF_COLUMNS.items() if JOIN not in place} | {
-        f"{what} in run_layer > {stage} > end_module > end > sync_consumers": NOW
+        f"{what} in run_layer > {stage} > end_module > end > sync_consumers": SAME_THREAD
         for stage in ("attend > o_proj", "down_proj")
         for what in ("no barrier", "no wait for lgkmcnt", "a wait for lgkmcnt but one")
     } | {

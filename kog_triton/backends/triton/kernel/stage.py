@@ -54,7 +54,7 @@ def stage_kernel(p, x, out, layer, position, token, STAGE: tl.constexpr, S: tl.c
     p = given(p, S)
     zero = p.block * 0  # a tensor also in the interpreter
     alive = zero + 1
-    layer, position, token = layer + zero, position + zero, token + zero  # tensors also of a number that is 1
+    layer, position, token = layer + zero, position + zero, token + zero  # tensors: Triton compiles in a 1
     phase = (layer + 1) & 1
     layers = p.weights + tl.zeros((), tl.int64)
     base = layers + layer * S.layer_words
