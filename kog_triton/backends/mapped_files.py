@@ -8,8 +8,6 @@ maps weights need not know of it. Other memory is copied as it is, and so are pa
 
 import os
 import stat
-import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kog_triton.backends.held_back import held_back
 from kog_triton.errors import FileError, first_line
 
 Tensor = torch.Tensor
@@ -53,46 +52,12 @@ class Mapping:
             to, at = to[count:], at + count
 
 
-class Readers:
-    """Threads that fill memory from files. Behind `close` none does, not even one of which an interrupt lost sight: an
-    executor that is interrupted as it starts a thread does not wait for that thread as it shuts down."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "kog-read")
-        self._changed = threading.Condition()
-        self._active, self._closed = 0, False
-
-    def fill(self, mapping: Mapping, parts: Iterable[tuple[memoryview, int]]) -> None:
-        """Each part is memory and the address that it is a copy of. Behind an error, close the readers."""
-        for part in [self._pool.submit(self._fill, mapping, *part) for part in parts]:
-            part.result()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-        self._pool.shutdown(cancel_futures=True)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._active)
-
-    def _fill(self, mapping: Mapping, to: memoryview, address: int) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._active += 1
-        try:
-            mapping.fill(to, address)
-        finally:
-            with self._changed:
-                self._active -= 1
-                self._changed.notify_all()
-
-
 class MappedFiles:
     """`copy` bytes of host memory. `close` ends the threads and closes the files; what was copied stays."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self._threads = threads
-        self._readers: Readers | None = None
+        self._readers: ThreadPoolExecutor | None = None
         self._mappings: list[Mapping] = []
         self._pagemap: int | None = None
         self.bytes_read = 0  # that came from files
@@ -109,26 +74,33 @@ class MappedFiles:
         if each >= count:
             mapping.fill(view, source.data_ptr())
             return
-        if self._readers is None:
-            self._readers = Readers(self._threads)
         first = source.data_ptr()
+        with held_back():
+            self._fill(mapping, [(view[at : at + each], first + at) for at in range(0, count, each)])
+
+    def close(self) -> None:
+        with held_back():
+            self._close_readers()
+            for mapping in self._mappings:
+                os.close(mapping.fd)
+            if self._pagemap is not None:
+                os.close(self._pagemap)
+            self._mappings, self._pagemap = [], None
+
+    def _fill(self, mapping: Mapping, parts: list[tuple[memoryview, int]]) -> None:
+        """Each part is memory and the address that it is a copy of. Behind an error no thread writes to any."""
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(self._threads, "kog-read")
         try:
-            self._readers.fill(mapping, ((view[at : at + each], first + at) for at in range(0, count, each)))
-        except BaseException:  # also an interrupt: none writes to `to` behind it
+            for part in [self._readers.submit(mapping.fill, *part) for part in parts]:
+                part.result()
+        except BaseException:
             self._close_readers()
             raise
 
-    def close(self) -> None:
-        self._close_readers()
-        for mapping in self._mappings:
-            os.close(mapping.fd)
-        if self._pagemap is not None:
-            os.close(self._pagemap)
-        self._mappings, self._pagemap = [], None
-
     def _close_readers(self) -> None:
         if self._readers is not None:
-            self._readers.close()
+            self._readers.shutdown(cancel_futures=True)
         self._readers = None
 
     def _are_written(self, address: int, count: int) -> bool:

@@ -3,9 +3,9 @@
 import errno
 import mmap
 import os
+import signal
 import threading
 import time
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -161,38 +161,22 @@ def test_short_reads_go_on(tmp_path, files, monkeypatch):
     assert torch.equal(copy(files, map_file(tmp_path / "weights")), data)
 
 
-@pytest.mark.parametrize("where", ["waits for a part", "starts a thread"])
-def test_behind_an_interrupt_no_thread_writes(tmp_path, files, monkeypatch, where):
-    """An executor that is interrupted while it starts a thread does not know of that thread."""
-    write(tmp_path / "weights")
-    read, start, active = os.preadv, threading.Thread.start, set()
+@pytest.mark.parametrize("parts", [2, 3])
+def test_an_interrupt_waits_until_a_copy_is_whole(tmp_path, files, monkeypatch, parts):
+    """Wherever it came, a lock of the threads' might have stayed held."""
+    data, read = write(tmp_path / "weights"), os.preadv
+    to = torch.empty_like(data)
 
-    def slow(fd, buffers, at):
-        active.add(at)
-        time.sleep(0.05)
-        count = read(fd, buffers, at)
-        active.remove(at)
-        return count
+    def interrupt(fd, buffers, at):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # for the main thread to see it
+        return read(fd, buffers, at)
 
-    def interrupt(self):
-        while not active:
-            time.sleep(0.001)
-        raise KeyboardInterrupt
-
-    def start_and_interrupt(self):
-        start(self)
-        interrupt(self)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    if where == "starts a thread":
-        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
-    else:
-        monkeypatch.setattr(Future, "result", interrupt)
+    monkeypatch.setattr(os, "preadv", interrupt)
+    monkeypatch.setattr(mapped_files, "LEAST_BYTES", SIZE // parts)
     with pytest.raises(KeyboardInterrupt):
-        copy(files, map_file(tmp_path / "weights"))
-    assert not active
-    for thread in reading():  # it was told to end
-        thread.join(5)
+        files.copy(map_file(tmp_path / "weights"), to)
+    assert torch.equal(to, data)
 
 
 @pytest.mark.parametrize("hidden", ["MAPS", "PAGEMAP"])
