@@ -82,8 +82,8 @@ class ServerMetrics(Collector):
     def finished(self, output: RequestOutput) -> None:
         """One sample has ended without an error."""
         m = output.metrics
-        reason = output.outputs[0].finish_reason or "abort"
-        self._count(reason, m.prompt_tokens, m.cached_tokens, m.output_tokens)
+        self._ended[output.outputs[0].finish_reason or "abort"] += 1
+        self._count(m.prompt_tokens, m.cached_tokens, m.output_tokens)
         if m.queue_s is not None:
             self._queue.observe(m.queue_s)
         if m.prefill_s is not None:
@@ -95,12 +95,16 @@ class ServerMetrics(Collector):
 
     def aborted(self, claim: Claim) -> None:
         """One sample was ended, as its client left or its request failed: its tokens count, its times do not."""
+        self._ended["abort"] += 1
+        self.broken_off(claim)
+
+    def broken_off(self, claim: Claim) -> None:
+        """One sample has ended by an error of its own, which `failed` counts: its tokens count."""
         began, asked = claim.queue_s is not None, claim.request
         prompt = len(asked.prompt) if began else 0  # of one that waited still, nothing was computed
-        self._count("abort", prompt, asked.cached, claim.num_made)
+        self._count(prompt, asked.cached, claim.num_made)
 
-    def _count(self, reason: str, prompt: int, cached: int, output: int) -> None:
-        self._ended[reason] += 1
+    def _count(self, prompt: int, cached: int, output: int) -> None:
         self._prompt_tokens += prompt
         self._cached_tokens += cached
         self._output_tokens += output

@@ -179,12 +179,16 @@ class Samples:
 
     async def _read(self) -> list[News]:
         found = []
-        for index, (generation, _) in list(self._running.items()):
+        for index, (generation, claim) in list(self._running.items()):
             while generation.has_scores:  # in a thread: those of a long prompt take seconds
                 await asyncio.to_thread(generation.take_scores)
             if self.cancelled:  # meanwhile
                 break
-            delta = generation.poll(0)
+            try:
+                delta = generation.poll(0)
+            except Exception:
+                self._metrics.broken_off(claim)
+                raise
             if delta is not None:
                 if delta.output is not None:
                     self._metrics.finished(delta.output)

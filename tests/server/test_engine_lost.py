@@ -43,10 +43,11 @@ def broken_stream(server, prompt):
     [("R2", "exit", 1.0), ("R1", "hang", SILENT_S + 1.0), ("R1, whole process", "freeze", SILENT_S + 1.0)],
 )
 def test_a_stream_is_told_that_its_engine_is_lost(fragile, figure, name, fault, within):
-    before = fragile.metric("kog:engine_restarts_total")
+    before, made = fragile.metric("kog:engine_restarts_total"), fragile.metric("kog:generation_tokens_total")
     prompt = fragile.play(fault, "abcdefgh", tokens_per_s=50, faults={"4": fault})
     events, seconds = broken_stream(fragile, prompt)
     assert content(events[:-1]) == "abcd"
+    assert fragile.metric("kog:generation_tokens_total") == made + 4
     assert events[-1]["error"]["code"] == "engine_lost"
     assert "send it again" in events[-1]["error"]["message"]
     assert fragile.get("/version").status_code == 200
