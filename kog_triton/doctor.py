@@ -24,7 +24,7 @@ from kog_triton.cli.model import add_checkpoint, check_revision
 from kog_triton.demo import checkpoint_path
 from kog_triton.errors import printable
 
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "cupy-cuda13x", "cupy-rocm-7-0")
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "cupy-cuda13x")
 # what some features need: package -> the feature
 OPTIONAL = {
     "llguidance": "--json-schema, --regex, --choice, --grammar",

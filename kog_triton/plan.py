@@ -20,7 +20,7 @@ from kog_triton.cli.foreign_flags import own_words
 from kog_triton.cli.model import add_model, open_spec
 from kog_triton.errors import DeviceError
 from kog_triton.model.shapes import with_format
-from kog_triton.model.spec import ModelSpec
+from kog_triton.model.spec import ModelSpec, Reduce
 from kog_triton.model.weight_format import FORMATS
 from kog_triton.schedule.check import check_lowering, check_partition, check_schedule
 from kog_triton.schedule.cuda import WARPS, CudaLowering, lower
@@ -81,8 +81,7 @@ def plan_table(partition: Partition, gpu: Gpu, model: str) -> Table:
     cuda = partition if isinstance(partition, CudaLowering) else None
     title = f"{model} ({s.spec.family}) on {s.num_ranks} x {gpu.name}, one token"
     names = ["stage", "runs", "shards", "rows", "cols", "blocks", "rows/block"]
-    names += ["warps K x rows", "MB/token", "pad", "roofline us"] if cuda else []
-    names += [] if cuda else ["MB/token", "roofline us"]
+    names += ["warps K x rows", "MB/token", "pad", "roofline us"] if cuda else ["MB/token", "roofline us"]
     table = plain_table(names, title)
     for segment, stage in s.walk():
         shards = 1 if stage.scope is Scope.ALL else s.num_shards
@@ -172,32 +171,39 @@ def shortage(schedule: Schedule, per_gpu: int, gpu: Gpu, others: Sequence[int] =
 
 
 def placement(lowering: HipLowering) -> str:
-    """Which XCD works on what, a line each; of several GPUs the first one's."""
-    lanes = lowering.schedule.shards_per_rank > 1
+    """Which lanes or KV heads each of several GPUs has, and what each XCD works on, of several GPUs the first one's."""
+    s = lowering.schedule
     lines = [
         f"  XCD {die.number} (IOD {die.base}): blocks {die.blocks[0]} to {die.blocks[-1]}, "
-        + (f"lane {_span(die.lanes)}" if lanes else f"KV head {_span(die.kv_heads)}")
+        + (f"lane {_span(die.lanes)}" if s.shards_per_rank > 1 else f"KV head {_span(die.kv_heads)}")
         for die in place_blocks(lowering)
     ]
-    where = " of GPU 0" if lowering.schedule.num_ranks > 1 else ""
+    where, has = "", []
+    if s.num_ranks > 1:
+        count, copies, of = s.shard_kv_heads, s.kv_copies, f"{s.spec.num_kv_heads} KV heads"
+        if s.spec.num_lanes > 1:
+            count, copies, of = s.shards_per_rank, 1, f"{s.num_shards} lanes"
+        firsts = [rank * count // copies for rank in range(s.num_ranks)]
+        each = ", ".join(f"{_span(range(n, n + count))} on GPU {rank}" for rank, n in enumerate(firsts))
+        where, has = " of GPU 0", [f"Each GPU has {count} of {of}: {each}."]
     many = "about as many" if lowering.num_blocks % lowering.gpu.dies else "as many"
     head = f"Placed by the XCC_ID that each block reads at every launch; with {many} blocks on each XCD{where}:"
-    return "\n".join([head, *lines, *gathering(lowering)])
+    return "\n".join([*has, head, *lines, gathering(lowering)])
 
 
-def gathering(lowering: HipLowering) -> list[str]:
-    """Of a plain model, what blocks gather from each other in a layer: as they do, and as one block of each XCD would,
-    for the others there (docs/HIP.md, "Topology")."""
-    s, dies = lowering.schedule, len(place_blocks(lowering))
-    if s.num_shards > 1:
-        return []
-    pairs = s.shard_heads * s.spec.head_dim // 2 + s.shard_ffn // 2
-    words = pairs + 2 * s.spec.hidden_size
-    all_of_them, joined = (count * 4 * words / 1e6 for count in (lowering.num_blocks, dies))
-    return [
-        f"A layer's four exchanges: each block gathers {words:,} words, {all_of_them:.1f} MB of the Infinity Cache "
-        f"together; joined by XCD first, which costs four exchanges more, {joined:.1f} MB."
-    ]
+def gathering(lowering: HipLowering) -> str:
+    """What blocks gather from each other in a layer; of a plain model on one GPU also if one block of each XCD did."""
+    s, spec, blocks = lowering.schedule, lowering.schedule.spec, lowering.num_blocks
+    hows = list(zip(spec.reduce_attention, spec.reduce_mlp, strict=True))
+    vectors = max(2 + both.count(Reduce.NOW) * (s.num_shards - 1) for both in hows)
+    words = s.shard_heads * spec.head_dim // 2 + s.shard_ffn // 2 + vectors * spec.hidden_size
+    said = f"A layer's four exchanges: each block gathers {words:,} words, {blocks * 4 * words / 1e6:.1f} MB a GPU"
+    if s.num_shards == 1:
+        joined = len(place_blocks(lowering)) * 4 * words / 1e6
+        return f"{said}; joined by XCD first, which costs four exchanges more, {joined:.1f} MB."
+    late = max(both.count(Reduce.DELAYED) for both in hows)
+    rows = late * spec.hidden_size * s.shards_per_rank * (s.num_shards - 1) // blocks
+    return said + (f", and where other lanes' outputs join {rows:,} more." if rows else ".")
 
 
 def _span(numbers: range) -> str:

@@ -1,8 +1,4 @@
-"""Code objects of a model for machines without a compiler, written to a folder where there is one. Needs no GPU.
-
-python -m kog_triton.prebuild FOLDER [--model M | --shape S] [--device mi300x] [--gpus N] [--max-model-len N]
-    [--blocks N]
-"""
+"""Code objects of a model for machines without a compiler, written to a folder where there is one. Needs no GPU."""
 
 from collections.abc import Sequence
 from pathlib import Path

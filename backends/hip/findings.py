@@ -13,6 +13,7 @@ from kog_triton.backends.hip.toolchain import compilers_in_words
 from kog_triton.errors import DeviceError
 
 KFD = Path("/dev/kfd")  # of the amdgpu driver
+UNTRIED = "it tried one GPU's words, rows and host; other GPUs, stages and requests are tried as a model is opened"
 
 
 def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
@@ -21,14 +22,16 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
     library = find_library()
     if library is None and not KFD.exists():
         return {}
+    gpus = _said(_gpus)
+    without = ", and HIP does without" if gpus[0].isdigit() else ": install the amdgpu driver"
     return {
-        "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}: install the amdgpu driver",
-        "runtime": f"{library}, {_gpus()}" if library else _gpus(),
+        "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}{without}",
+        "runtime": f"{library}, {gpus}" if library else gpus,
         "peers": _said(_peers),
         "compiler": _said(source_of_code),
         "compilers": compilers_in_words(),
         "backend": f"ready, by name alone: {seen.by_name_only}" if seen.ok else f"{seen.reason}; {seen.advice}",
-        "self-test": _said(lambda: f"passed; {xcds_in_words(xcds())}") if seen.ok else "not run",
+        "self-test": _said(lambda: f"passed; {xcds_in_words(xcds())}; {UNTRIED}") if seen.ok else "not run",
     }
 
 
@@ -41,7 +44,8 @@ def _said(what: Callable[[], str]) -> str:
 
 
 def _gpus() -> str:
-    return _said(lambda: f"{count_gpus()} GPUs")
+    count = count_gpus()
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
 def _peers() -> str:

@@ -32,7 +32,6 @@ def _read_amd(index: int) -> Seen:
         of.L2_cache_size,
         getattr(of, "memory_clock_rate", 0) * 1e3,  # kHz; torch tells both since 2.9
         getattr(of, "memory_bus_width", 0),
-        of.warp_size,
     )
 
 

@@ -40,7 +40,7 @@ class Die:
     """What an XCD works on where every XCD has as many workgroups: the kernel looks at every launch who lies where, and
     deals out blocks in this order (include/kog/place.h).
 
-    base   its IOD, if XCC_IDs are counted IOD by IOD, which AMD does not promise
+    base   its IOD, of two XCDs each, if XCC_IDs are counted IOD by IOD, which AMD does not promise
     lanes  of which it has blocks; kv_heads: whose caches it reads, of one lane
     """
 
@@ -65,7 +65,7 @@ def place_blocks(lowering: HipLowering) -> list[Die]:
         of_lane = (first % group, last % group) if len(lanes) == 1 else (0, group - 1)
         most = schedule.shard_kv_heads
         heads = range(min(of_lane[0] // splits, most), min(of_lane[1] // splits + 1, most))
-        out.append(Die(d, d * gpu.bases // gpu.dies, blocks, lanes, heads))
+        out.append(Die(d, d // 2, blocks, lanes, heads))
     return out
 
 

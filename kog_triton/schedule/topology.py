@@ -22,7 +22,6 @@ class Gpu:
     arch: str  # what a compiler calls it
     num_sms: int  # SMs or CUs
     num_blocks: int  # blocks of a persistent kernel: one a SM, all resident
-    warp_size: int
     bandwidth: float  # bytes / s, datasheet
     shared_bytes: int  # shared memory (LDS) that one block may have
     memory_bytes: int
@@ -31,7 +30,6 @@ class Gpu:
     aliases: tuple[str, ...] = ()  # how drivers spell it
     proven: bool = False  # this project has run on it
     share: str = ""  # which part of it this process may use, in words; "" is all
-    bases: int = 1  # parts that memory hangs on, each under as many dies (IODs)
 
     @property
     def block_rate(self) -> float:
@@ -56,13 +54,18 @@ class Seen:
     l2_bytes: int = 0
     memory_clock: float = 0
     bus_bits: int = 0
-    warp_size: int = 32
     percent: float = 100
 
 
 def _hopper(name: str, sms: int, blocks: int, rate: float, gb: int, *aliases: str) -> Gpu:
     l2 = 50 * MB
-    return Gpu(name, "nvidia", "sm_90a", sms, blocks, 32, rate, 227 * KB, gb * 10**9, l2, 1, aliases)
+    return Gpu(name, "nvidia", "sm_90a", sms, blocks, rate, 227 * KB, gb * 10**9, l2, 1, aliases)
+
+
+def _cdna3(name: str, blocks: int, rate: float, gb: int, dies: int) -> Gpu:
+    """38 CUs an XCD."""
+    alias = f"AMD Instinct {name.upper()}"
+    return Gpu(name, "amd", "gfx942", 38 * dies, blocks, rate, 64 * KB, gb * 10**9, 4 * MB, dies, (alias,))
 
 
 GPUS: dict[str, Gpu] = {
@@ -80,30 +83,29 @@ GPUS: dict[str, Gpu] = {
         _hopper("h20", 78, 78, 4.0e12, 96, "NVIDIA H20"),
         _hopper("gh200", 132, 128, 4.0e12, 96, "NVIDIA GH200"),
         Gpu(
-            "b200", "nvidia", "sm_100a", 148, 148, 32, 8e12, 227 * KB, 180 * 10**9, 126 * MB,
+            "b200", "nvidia", "sm_100a", 148, 148, 8e12, 227 * KB, 180 * 10**9, 126 * MB,
             aliases=("NVIDIA B200",),
         ),
         Gpu(
-            "rtx-5090", "nvidia", "sm_120a", 170, 170, 32, 1.792e12, 99 * KB, 32 * 10**9, 96 * MB,
+            "rtx-5090", "nvidia", "sm_120a", 170, 170, 1.792e12, 99 * KB, 32 * 10**9, 96 * MB,
             aliases=("NVIDIA GeForce RTX 5090",),
         ),
         Gpu(
-            "rtx-pro-6000", "nvidia", "sm_120a", 188, 188, 32, 1.792e12, 99 * KB, 96 * 10**9, 128 * MB,
+            "rtx-pro-6000", "nvidia", "sm_120a", 188, 188, 1.792e12, 99 * KB, 96 * 10**9, 128 * MB,
             aliases=("NVIDIA RTX PRO 6000 Blackwell",),
         ),
         Gpu(
-            "a100", "nvidia", "sm_80", 108, 108, 32, 2.039e12, 163 * KB, 80 * 10**9, 40 * MB,
+            "a100", "nvidia", "sm_80", 108, 108, 2.039e12, 163 * KB, 80 * 10**9, 40 * MB,
             aliases=("NVIDIA A100-SXM4-80GB",),
         ),
         Gpu(
-            "l40s", "nvidia", "sm_89", 142, 142, 32, 864e9, 99 * KB, 48 * 10**9, 96 * MB,
+            "l40s", "nvidia", "sm_89", 142, 142, 864e9, 99 * KB, 48 * 10**9, 96 * MB,
             aliases=("NVIDIA L40S",),
         ),
         # 256 of 304 CUs, 32 an XCD: what public descriptions of Kog's engine use.
-        Gpu(
-            "mi300x", "amd", "gfx942", 304, 256, 64, 5.3e12, 64 * KB, 192 * 10**9, 4 * MB, dies=8,
-            bases=4, aliases=("AMD Instinct MI300X",),
-        ),
+        _cdna3("mi300x", 256, 5.3e12, 192, 8),
+        _cdna3("mi325x", 256, 6e12, 256, 8),
+        _cdna3("mi300a", 228, 5.3e12, 128, 6),
     )
 }  # fmt: skip
 
@@ -130,7 +132,6 @@ SIZES: dict[str, Sizes] = {
     # bytes spilled, none with 32 KB). Triton 3.7.1 leaves a conversion of as many values as threads unlowered
     # where logits are edited (gfx942, SmolLM2-360M's vocabulary over 304 blocks).
     "amd": Sizes(32 * KB, 32 * KB, 32 * KB, 16 * KB, steps=2, warps=4, unlowered=256),
-    # Triton's interpreter, which has no warps.
     # Triton's interpreter has no warps; what is summed when depends on their number, and is to be what NVIDIA's do.
     "cpu": Sizes(64 * KB, 64 * KB, 64 * KB, 32 * KB, steps=1, warps=8),
 }
@@ -156,12 +157,14 @@ def describe(seen: Seen) -> Gpu:
     multiprocessors, such as a laptop's, the name alone.
 
     Of a part of a GPU it is the part's: blocks for its multiprocessors and, of a MIG slice, bandwidth as its memory,
-    which NVIDIA cuts together (MIG User Guide, "Partitioning"); of an MPS share that of as many multiprocessors.
+    which NVIDIA cuts together (MIG User Guide, "Partitioning"); of an MPS share that of as many multiprocessors. One of
+    several dies with fewer multiprocessors is taken for a partition (DPX, QPX, CPX): as large a part of dies and rate.
     """
     row = _row_of(seen.name)
     sliced, shared = " MIG " in seen.name, seen.percent < 100
-    if row and row.num_sms != seen.num_sms and not sliced and not shared:
-        row = replace(row, num_sms=seen.num_sms, num_blocks=seen.num_sms, bandwidth=0, proven=False)
+    cut = row is not None and row.dies > 1 and seen.num_sms < row.num_sms
+    if row and row.num_sms != seen.num_sms and not (sliced or shared or cut):
+        row = replace(row, num_sms=seen.num_sms, num_blocks=seen.num_sms, bandwidth=0, dies=1, proven=False)
     whole = row.num_sms if row else seen.num_sms
     sms = max(1, min(seen.num_sms, int(whole * seen.percent / 100)))
     rate = row.bandwidth if row else 0
@@ -172,9 +175,9 @@ def describe(seen: Seen) -> Gpu:
         share = f"a MIG slice of {sms} of {whole} multiprocessors"
     elif sliced:
         share = f"a MIG slice of {sms} multiprocessors"
-    elif shared:
+    elif shared or cut:
         rate *= sms / whole
-        share = f"an MPS share of {sms} of {whole} multiprocessors"
+        share = f"{'a partition' if cut else 'an MPS share'} of {sms} of {whole} multiprocessors"
     same = row is not None and (row.num_sms, row.arch) == (sms, seen.arch)
     return Gpu(
         row.name if row else seen.name,
@@ -182,16 +185,14 @@ def describe(seen: Seen) -> Gpu:
         seen.arch,
         sms,
         row.num_blocks if row and same else sms,
-        seen.warp_size,
         rate,
         seen.shared_bytes,
         seen.memory_bytes,
         seen.l2_bytes or (row.l2_bytes if row else 0),
-        row.dies if row and same else 1,
+        max(1, row.dies * sms // whole) if row else 1,
         row.aliases if row else (),
         bool(row and same and row.proven),
         share,
-        row.bases if row and same else 1,
     )
 
 

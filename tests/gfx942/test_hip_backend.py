@@ -491,14 +491,15 @@ def test_doctor_explains(hip, capsys, monkeypatch):
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert "  hip       ready\n" in said.replace("ready  ", "ready")
-    assert "\nhip\n  driver    no /dev/kfd: install the amdgpu driver\n" in said
-    assert "libamdhip64.so, 1 GPUs\n  peers     none: one GPU\n  compiler  clang++: " in said
+    assert "\nhip\n  driver    no /dev/kfd, and HIP does without\n" in said
+    assert "libamdhip64.so, 1 GPU\n  peers     none: one GPU\n  compiler  clang++: " in said
     assert "hipcc: not found, hipRTC: not found\n" in said
-    assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said
+    assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said and "it tried one GPU's words" in said
     hip.gpus = 0
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert "hipGetDeviceCount: hipErrorNoDevice (100" in said and "  self-test not run\n" in said
+    assert "no /dev/kfd: install the amdgpu driver\n" in said
 
 
 def test_doctor_says_nothing_of_hip_on_other_machines(hip, capsys, monkeypatch, tmp_path):

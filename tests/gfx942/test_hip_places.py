@@ -105,20 +105,21 @@ def test_a_kv_head_of_a_plain_model_lives_on_an_xcd():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("llama-3.2-1b", "9,216 words, 9.4 MB"), ("llama-3.1-8b", "17,408 words, 17.8 MB")]
+    ("name", "gpus", "said"),
+    [
+        ("llama-3.2-1b", 1, "9,216 words, 9.4 MB a GPU;"),
+        ("llama-3.1-8b", 1, "17,408 words, 17.8 MB a GPU;"),
+        ("llama-3.2-1b", 4, "17,664 words, 18.1 MB a GPU."),  # what modules give comes from all ranks
+        ("laneformer-2b", 1, "7,104 words, 7.3 MB a GPU, and where other lanes' outputs join 1,344 more."),
+        ("laneformer-2b", 8, "7,104 words, 7.3 MB a GPU, and where other lanes' outputs join 168 more."),
+    ],
 )
-def test_what_blocks_gather_is_what_the_layout_has_room_for(name, said):
-    lowering = lower_hip(build(named_shape(name)), MI300X)
+def test_what_blocks_gather_is_what_the_layout_has_room_for(name, gpus, said):
+    lowering = lower_hip(build(named_shape(name), gpus), MI300X)
     regions = lay_out_hip(lowering, 64).regions
-    words = sum(regions[one].stride for one in ("attention", "attention_out", "mlp", "mlp_out"))
-    told = placement(lowering).splitlines()[-1]
-    assert said.startswith(f"{words:,} words") and said in told
-    assert told.endswith(f"{8 * 4 * words / 1e6:.1f} MB.")
-
-
-def test_lanes_have_no_such_line():
-    told = placement(lower_hip(build(named_shape("laneformer-2b")), MI300X))
-    assert len(told.splitlines()) == 9
+    outputs = gpus * regions["mlp_out_now"].stride or regions["mlp_out"].stride
+    words = regions["attention"].stride + regions["mlp"].stride + 2 * outputs
+    assert said.startswith(f"{words:,} words") and f"gathers {said}" in placement(lowering).splitlines()[-1]
 
 
 def test_what_is_dealt_out_is_each_block_once():

@@ -37,7 +37,7 @@ PLANTED = {
 def check(monkeypatch):
     """Run the self-test on a GPU of these conditions."""
 
-    def run(rounds=5, wait_ns=selftest.WAIT_NS, gate=None, **conditions):
+    def run(gpu=GPU, rounds=5, wait_ns=selftest.WAIT_NS, gate=None, **conditions):
         fake = run.fake = FakeHip(**conditions)
         if gate:
             fake.meanwhile = gate.wait
@@ -46,7 +46,7 @@ def check(monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(FOLDER / "hip"))
         monkeypatch.setattr(selftest, "ROUNDS", rounds)
         monkeypatch.setattr(selftest, "WAIT_NS", wait_ns)
-        return selftest.check_gpu(CPU, GPU)
+        return selftest.check_gpu(CPU, gpu)
 
     return run
 
@@ -61,8 +61,10 @@ def test_it_passes_and_tells_where_blocks_lie(check, memory):
 
 
 def test_words_that_cross_no_xcd_prove_nothing(check):
-    with pytest.raises(DeviceError, match="says nothing on mi300x: all 8 blocks lie on XCD 3 of 8"):
-        check(memory=WEAK, xcc=lambda group: 3)
+    with pytest.raises(DeviceError, match="on mi300x: all 8 blocks lie on XCD 3, and 304 CUs are of several"):
+        check(replace(GPU, dies=1), memory=WEAK, xcc=lambda group: 3)  # which a GPU without a row has
+    xcds = check(replace(GPU, num_sms=38), xcc=lambda group: 3)  # a partition in CPX mode
+    assert selftest.xcds_in_words(xcds) == "8 blocks on XCD 3, and nothing was tried between XCDs"
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault[0])

@@ -100,7 +100,7 @@ def test_a_usable_gpu_that_lacks_software_is_said_and_never_a_slow_cpu_unasked(m
         choose("auto")
     words = str(told.value)
     assert words.startswith("the GPU of this machine is not used: ") and "\n" not in words
-    assert "kog-triton[{}]".format("rocm" if "AMD" in name else "cuda") in words
+    assert ("torch's ROCm build again" if "AMD" in name else 'pip install "kog-triton[cuda]"') in words
     assert words.endswith("or choose --backend reference, which is slow")
     assert choose("auto", "cpu").name == choose("reference").name == "reference"
 

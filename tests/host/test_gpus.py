@@ -160,13 +160,25 @@ def test_code_of_a_capability_is_named_as_compilers_do(capability, arch):
     assert nvidia_driver.arch_of(*capability) == arch
 
 
-def test_an_amd_gpu_is_described_by_torch(monkeypatch):
+@pytest.mark.parametrize(
+    ("which", "cus", "blocks", "dies", "rate"),
+    [
+        ("MI300X", 304, 256, 8, 5.3e12),
+        ("MI300X", 152, 152, 4, 2.65e12),
+        ("MI300X VF", 76, 76, 2, 1.325e12),
+        ("MI300X", 38, 38, 1, 0.6625e12),
+        ("MI325X", 304, 256, 8, 6e12),
+        ("MI300A", 228, 228, 6, 5.3e12),
+    ],
+)
+def test_an_amd_gpu_is_described_by_torch(monkeypatch, which, cus, blocks, dies, rate):
     properties = SimpleNamespace(
-        name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304,
-        shared_memory_per_block=64 * KB, total_memory=206_000_000_000, L2_cache_size=4 << 20, warp_size=64,
+        name=f"AMD Instinct {which}", gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=cus,
+        shared_memory_per_block=64 * KB, total_memory=206_000_000_000, L2_cache_size=4 << 20,
     )  # fmt: skip
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     gpu = device.gpu_of(torch.device("cuda", 0))
-    assert (gpu.name, gpu.arch, gpu.vendor, gpu.num_blocks) == ("mi300x", "gfx942", "amd", 256)
-    assert (gpu.dies, gpu.warp_size, gpu.bandwidth) == (8, 64, 5.3e12)
+    assert (gpu.name, gpu.arch, gpu.vendor) == (which[:6].lower(), "gfx942", "amd")
+    assert (gpu.num_blocks, gpu.dies, gpu.bandwidth) == (blocks, dies, pytest.approx(rate))
+    assert gpu.share == ("" if cus > 200 else f"a partition of {cus} of 304 multiprocessors")

@@ -148,12 +148,19 @@ def test_the_hip_plan_is_its_lowering(plan):
     assert read == pytest.approx(matrix_bytes(named_shape("laneformer-2b")) / 1e6, abs=0.3)
 
 
-@pytest.mark.parametrize(("gpus", "first"), [("2", "blocks 0 to 31, lane 0\n"), ("8", "blocks 0 to 31, KV head 0\n")])
-def test_the_hip_plan_of_several_gpus_places_the_blocks_of_one(plan, gpus, first):
-    words = ["--shape", "laneformer-2b", "--device", "mi300x", "--backend", "hip", "--gpus", gpus]
-    code, out, err = plan(*words)
+@pytest.mark.parametrize(
+    ("shape", "gpus", "has", "first"),
+    [
+        ("laneformer-2b", "2", "4 of 8 lanes: 0 to 3 on GPU 0, 4 to 7 on GPU 1.", "lane 0"),
+        ("laneformer-2b", "8", f"1 of 8 lanes: {', '.join(f'{n} on GPU {n}' for n in range(8))}.", "KV head 0"),
+        ("qwen2.5-coder-1.5b", "4", "1 of 2 KV heads: 0 on GPU 0, 0 on GPU 1, 1 on GPU 2, 1 on GPU 3.", "KV head 0"),
+    ],
+)
+def test_the_hip_plan_of_several_gpus_places_the_blocks_of_one(plan, shape, gpus, has, first):
+    code, out, err = plan(*ON_HIP, "--shape", shape, "--gpus", gpus)
     assert (code, err) == (0, "") and f"on {gpus} x mi300x, one token" in out
-    assert f"on each XCD of GPU 0:\n  XCD 0 (IOD 0): {first}" in out
+    assert f"\nEach GPU has {has}\nPlaced by " in out
+    assert re.search(rf"on each XCD of GPU 0:\n  XCD 0 \(IOD 0\): blocks 0 to \d+, {first}\n", out)
 
 
 def test_the_hip_plan_of_a_block_for_each_compute_unit(plan):

@@ -70,7 +70,7 @@ class TritonBackend:
         if reason := _why_not_compiled(*_name_and_arch(torch.device("cuda"))):
             return Availability(False, reason, "choose --backend reference")
         if importlib.util.find_spec("triton") is None:
-            advice = 'pip install "kog-triton[{}]"'.format("rocm" if torch.version.hip else "cuda")
+            advice = "install torch's ROCm build again" if torch.version.hip else 'pip install "kog-triton[cuda]"'
             return Availability(False, "Triton is not installed", advice, lacks_software=True)
         return Availability(True)
 
