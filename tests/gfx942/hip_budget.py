@@ -3,9 +3,8 @@ measurement on AMD hardware.
 
     python -m tests.gfx942.hip_budget [MODEL ..] [--keep | --blocks N --position N]
 
-A model of full width and few layers walks one token in the executor (tests/lib/gfx942/full_width.py): minutes. --keep
-counts the first token and one behind DEEP others, and writes that to hip_budget.json, which --kept prints and the tests
-read.
+A model of full width and few layers walks one token in the executor (full_width.py): minutes. --keep writes the first
+token's count and one's behind DEEP others to hip_budget.json, which --kept prints.
 """
 
 import argparse
@@ -24,82 +23,37 @@ from tests.gfx942.budget import BANDWIDTH, CLOCK, CYCLES
 KEPT = Path(__file__).parent / "hip_budget.json"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "laneformer-2b")
 LATENCY = 2.0  # us
+ON_WAY = BANDWIDTH * LATENCY * 1e-6  # bytes
 DEEP = 4000  # tokens before one
-MOST_SLOTS = 0.6  # of those that a SIMD has while the memory brings the weights, or keys and values
+MOST_SLOTS = 0.6  # of those that pass while weights, or keys and values, come
 SLOTS = CLOCK * 1e-6 / CYCLES  # of a SIMD in a us
-COVER = 1.5  # times what the memory could bring in LATENCY
+COVER = 1.5  # times `needed`
 COVER_LEFT = 1.2  # times that, when a look for words is answered
 Row = dict[str, Any]
 
 
-def counted(name: str, num_blocks: int = 0, position: int = 0) -> Row:
-    """By running it: what `kept` gives, of today's object; of so many blocks (0: the usual), behind so many tokens."""
-    from tests.lib.gfx942.full_width import use
-
-    one = use(name, num_blocks, position)
-    stages = {
-        stage: {
-            "slots": round(seen.slots),
-            "flying": seen.flying,
-            "left": None if seen.left is None else round(seen.left),
-            "bytes": round(one.bytes_of(stage)),
-        }
-        for stage, seen in one.stages.items()
-    }
-    facts = {"object": one.object, "blocks": one.lowering.num_blocks, "layers": one.layers}
-    facts["of"] = one.spec.num_layers
-    facts |= {"vgprs": one.vgprs, "spilled": one.spilled, "stages": stages}
-    depth = {"position": position, "cache": round(one.cache), "walk": round(one.walk)}
-    depth["layer"] = sum(facts["stages"][stage]["slots"] for stage in of_layer(facts))
-    return facts | {"depths": [depth]}
-
-
 def kept() -> dict[str, Row]:
-    """By model: the layers that ran, of how many; by stage bytes of weights of a block and run, slots of a SIMD, bytes
-    that a block has on their way at its waits, at most, and at least when a look is answered. "depths": behind so many
-    tokens bytes of keys and values of a block and layer, slots of the walk of them, and of the layer."""
+    """By model: the layers that ran, of how many; by stage slots of a SIMD (what it issues, at a quarter's rate four, a
+    wait's first look) and bytes of weights, of a block. "depths": behind so many tokens bytes of a layer's keys and
+    values, of a block, slots of the walk of them, of attention and the layer, what is idle of a token's time, KB on a
+    block's way, and left by looks with weights behind (full_width.py)."""
     made: dict[str, Row] = json.loads(KEPT.read_text())
     return made
 
 
-def stage_us(row: Row, stage: str) -> float:
-    """That the memory takes for a run's weights of all blocks."""
-    us: float = row["stages"][stage]["bytes"] * row["blocks"] / BANDWIDTH * 1e6
-    return us
-
-
-def cache_us(row: Row, depth: Row) -> float:
-    """That the memory takes for a layer's keys and values of all blocks."""
-    us: float = depth["cache"] * row["blocks"] / BANDWIDTH * 1e6
-    return us
-
-
-def share_of_slots(row: Row, stage: str) -> float:
-    """Of those that pass meanwhile."""
-    share: float = row["stages"][stage]["slots"] / (stage_us(row, stage) * SLOTS)
-    return share
-
-
-def share_of_walk(row: Row, depth: Row) -> float:
-    """Of those that pass while a layer's keys and values come, the walk of them."""
-    share: float = depth["walk"] / (cache_us(row, depth) * SLOTS)
-    return share
+def share(row: Row, slots: int, size: int) -> float:
+    """Of those that pass while so many bytes of every block come."""
+    return float(slots / (size * row["blocks"] / BANDWIDTH * 1e6 * SLOTS))
 
 
 def share_of_layer(row: Row, depth: Row) -> float:
-    """Of those that pass while a layer's weights, keys and values come, the layer."""
-    us = sum(stage_us(row, name) for name in of_layer(row)) + cache_us(row, depth)
-    share: float = depth["layer"] / (us * SLOTS)
-    return share
-
-
-def of_layer(row: Row) -> list[str]:
-    return [n for n in row["stages"] if n not in ("lm_head", "choice", "between", "once a launch")]
+    weights = sum(one["bytes"] for name, one in row["stages"].items() if name != "lm_head")
+    return share(row, depth["layer"], depth["cache"] + weights)
 
 
 def needed(row: Row) -> float:
     """Bytes that a block must have on their way for the bandwidth at LATENCY."""
-    return BANDWIDTH * LATENCY * 1e-6 / float(row["blocks"])
+    return ON_WAY / float(row["blocks"])
 
 
 def matrices(row: Row) -> list[str]:
@@ -108,19 +62,18 @@ def matrices(row: Row) -> list[str]:
 
 def exceeded(row: Row) -> Iterator[str]:
     """What does not suffice."""
-    for name in matrices(row):
-        flying = row["stages"][name]["flying"]
-        if flying < COVER * needed(row):
-            yield f"{name}: {flying:,} bytes on their way, {COVER * needed(row):,.0f} needed"
-        if share_of_slots(row, name) > MOST_SLOTS:
-            yield f"{name}: {share_of_slots(row, name):.0%} of the issue slots"
     for name, one in row["stages"].items():
-        if one["left"] is not None and one["left"] < COVER_LEFT * needed(row):
-            yield f"{name}: {one['left']:,} bytes left on their way when a look is answered"
+        if one["bytes"] and (used := share(row, one["slots"], one["bytes"])) > MOST_SLOTS:
+            yield f"{name}: {used:.0%} of the issue slots"
     for depth in row["depths"]:
-        behind, walk = f"behind {depth['position']:,} tokens", share_of_walk(row, depth)
-        if depth["position"] >= DEEP and walk > MOST_SLOTS:
-            yield f"the walk of keys and values {behind}: {walk:.0%} of the issue slots"
+        deep, behind = depth["position"] >= DEEP, f"behind {depth['position']:,} tokens"
+        for name, (most, *left) in depth["way"].items():
+            if name in matrices(row) and most * 1024 < COVER * needed(row):
+                yield f"{name} {behind}: {most} KB on their way"
+            if left and left[0] * 1024 < COVER_LEFT * needed(row) and not (deep and name == "attention"):
+                yield f"{name} {behind}: {left[0]} KB left when a look is answered"
+        if deep and (used := share(row, depth["walk"], depth["cache"])) > MOST_SLOTS:
+            yield f"the walk of keys and values {behind}: {used:.0%} of the issue slots"
         if share_of_layer(row, depth) > MOST_SLOTS:
             yield f"a layer {behind}: {share_of_layer(row, depth):.0%} of the issue slots"
 
@@ -128,26 +81,22 @@ def exceeded(row: Row) -> Iterator[str]:
 def lines(name: str, row: Row) -> Iterator[str]:
     yield (
         f"{name}: {row['blocks']} blocks, {row['layers']} of {row['of']} layers, {row['vgprs']} registers, "
-        f"{row['spilled']} spilled; a block needs {needed(row):,.0f} bytes on their way"
+        f"{row['spilled']} spilled; a block needs {needed(row):,.0f} bytes on their way: at most, and left"
     )
-    head = f"  {'stage':<14}{'KB a block':>11}{'us':>8}{'slots':>8}{'of those there':>16}"
-    yield f"{head}{'bytes on their way':>20}{'times':>7}{'left':>7}"
     for stage, one in row["stages"].items():
-        cells = f"  {stage:<14}"
-        if one["bytes"]:
-            cells += f"{one['bytes'] / 1024:>11.1f}{stage_us(row, stage):>8.2f}{one['slots']:>8,}"
-            cells += f"{share_of_slots(row, stage):>16.0%}{one['flying']:>20,}{one['flying'] / needed(row):>7.1f}"
-        else:
-            cells += f"{'':>19}{one['slots']:>8,}{'':>43}"
-        if one["left"] is not None:
-            cells += f"{one['left'] / needed(row):>7.1f}"
-        yield cells
+        us = one["bytes"] * row["blocks"] / BANDWIDTH * 1e6
+        said = f"  {stage:<14}{one['bytes'] / 1024:>7.1f} KB {us:>7.2f} us {one['slots']:>7,} slots"
+        said += f"{share(row, one['slots'], one['bytes']):>5.0%}" if us else " " * 5
+        for depth in row["depths"]:
+            times = ", ".join(f"{n * 1024 / needed(row):.2f}" for n in depth["way"][stage])
+            said += f"   {times:<10} times at {depth['position']:,}"
+        yield said
     for depth in row["depths"]:
-        said = f"a layer behind {depth['position']:,} tokens: {share_of_layer(row, depth):.0%} of the issue slots"
+        said = f"  behind {depth['position']:,} tokens {share_of_layer(row, depth):.0%} of the issue slots of a layer"
         if depth["position"] >= DEEP:
-            us, share = cache_us(row, depth), share_of_walk(row, depth)
-            said += f", the walk of keys and values {share:.0%} of those of its {us:.2f} us"
-        yield f"  {said}"
+            walk, attention = (share(row, depth[what], depth["cache"]) for what in ("walk", "attention"))
+            said += f", {walk:.0%} of its cache's for the walk, {attention:.0%} for attention"
+        yield f"{said}; {depth['idle']:.1%} of a token's time idle"
     yield f"  beyond         {'; '.join(exceeded(row)) or 'nothing'}"
 
 
@@ -160,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--position", type=int, default=0, help="of the token, below 4096")
     args = parser.parse_args(argv)
     if (args.keep or args.kept) and (args.blocks or args.position):
-        parser.error(f"what is kept has the usual blocks, the first token and the one behind {DEEP:,}")
-    from tests.lib.gfx942.full_width import CONTEXT
+        parser.error("what is kept has the usual blocks and depths")
+    from tests.lib.gfx942.full_width import CONTEXT, use
 
     if not 0 <= args.position < CONTEXT:
         parser.error(f"--position {args.position}: from 0 to {CONTEXT - 1}")
@@ -173,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows = {}
     for name in args.models or MODELS:
-        rows[name] = kept()[name] if args.kept else counted(name, args.blocks, args.position)
+        rows[name] = kept()[name] if args.kept else use(name, args.blocks, args.position, ON_WAY)
         if args.keep:
-            rows[name]["depths"] += counted(name, position=DEEP)["depths"]
+            rows[name]["depths"] += use(name, 0, DEEP, ON_WAY)["depths"]
         print("\n".join(lines(name, rows[name])), flush=True)
         if args.keep:
             old = kept() if KEPT.exists() else {}

@@ -4,20 +4,20 @@
 
 takes the records of `tests.lib.gfx942.hip_mutants`, one a case, each of a whole case: in one call those of a case and
 of all others that catch what lives in it. Of other cases what was written down before stays. mutants.json.xz says of
-every case its object, how many mutants can differ, how many were caught, by how many runs at least each of the others
-was tried, and how many of those live for which reason (`REASONS`) or are caught in another case. One that lives for
-none is a failure.
+every case its object, how many mutants its requests reach and how many of those can differ (`idle`), how many were
+caught, by how many runs at least each of the others was tried, and where each of those stands that live for a reason
+(`REASONS`) or are caught in another case. One that lives for none is a failure.
 """
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.lib import kept_rows
-from tests.lib.gfx942.hip_mutants import REQUESTS, Record, explained, idle, place, tried
+from tests.lib.gfx942.hip_mutants import REQUESTS, Record, explained, idle, numbered, place, tried
+from tests.lib.gfx942.mutants import Mutant
 
 KEPT = Path(__file__).parent / "mutants.json.xz"
 LEAST_RUNS = 16  # of a mutant that lives
@@ -30,41 +30,42 @@ def of_case(path: Path) -> Record:
     return Record.open(path, json.loads(path.read_text())["case"])
 
 
-def caught_at(record: Record) -> set[str]:
-    """Places of which every mutant was caught."""
+def caught_at(record: Record, made: Sequence[Mutant]) -> set[str]:
+    """Where mutants were caught: each by its own name, and places of which all were."""
     lived = {one["place"] for one in record.found.values() if not one["caught"]}
-    return {one["place"] for one in record.found.values()} - lived
+    each = {numbered(record.case, made[int(n)]) for n, one in record.found.items() if one["caught"]}
+    return each | ({one["place"] for one in record.found.values()} - lived)
 
 
-def row(record: Record, others: Sequence[Record]) -> dict[str, Any]:
-    """What became of a case's mutants. AssertionError if some were not tried."""
+def row(record: Record, others: dict[str, set[str]]) -> dict[str, Any]:
+    """What became of a case's mutants. `others`: where other cases catch theirs. AssertionError for one not tried."""
     case, made = record.case, list(tried(record.case))
     can_differ = {str(n) for n, mutant in enumerate(made) if not idle(case, mutant)}
     assert set(record.found) == can_differ, f"{case}: tried are {len(record.found)}"
     lived = {int(n): one for n, one in record.found.items() if not one["caught"]}
-    why: Counter[str] = Counter()
+    lives: dict[str, list[str]] = {}
     elsewhere: dict[str, str] = {}
     wrong: list[str] = []
-    for number in lived:
-        where, reason = place(case, made[number]), explained(case, made[number])
-        of_wait = [known for known in REASONS if reason.startswith(known)]
-        other = next((r.case for r in others if where in caught_at(r)), "")
+    for number in sorted(lived):
+        where, reason = numbered(case, made[number]), explained(case, made[number])
+        other = next((o for o, places in others.items() if {where, place(case, made[number])} & places), "")
         if reason:
-            why[of_wait[0] if of_wait else "argued"] += 1
+            known = next((known for known in REASONS if reason.startswith(known)), "argued")
+            lives.setdefault(known, []).append(where)
         elif other:
-            why["elsewhere"] += 1
             elsewhere[where] = f"{other}: {Record.object_of(other)}"
         else:
             wrong.append(where)
     return {
         "case": case,
         "object": record.object_of(case),
+        "reached": len(made),
         "can differ": len(can_differ),
         "caught": sum(1 for one in record.found.values() if one["caught"]),
         "runs": min((one["seeds"] for one in lived.values()), default=LEAST_RUNS),
-        "lives": dict(sorted(why.items())),
+        "lives": dict(sorted(lives.items())),
         "elsewhere": dict(sorted(elsewhere.items())),
-        "wrong": sorted(wrong),
+        "wrong": wrong,
     }
 
 
@@ -73,7 +74,7 @@ def failures(kept: Sequence[dict[str, Any]]) -> list[str]:
     cases = {f"{one['case']}: {one['object']}" for one in kept}
     found = [f"{one['case']}: {where}" for one in kept for where in one["wrong"]]
     for one in kept:
-        lives = sum(one["lives"].values()) + len(one["wrong"])
+        lives = sum(map(len, one["lives"].values())) + len(one["elsewhere"]) + len(one["wrong"])
         if one["caught"] + lives != one["can differ"] or one["runs"] < LEAST_RUNS:
             found.append(f"{one['case']}: {one['caught']} caught, {lives} live, {one['runs']} runs")
         others = set(one["elsewhere"].values()) - cases
@@ -86,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("found", nargs="+", type=Path, help="records of hip_mutants, a case each")
     records = [of_case(path) for path in parser.parse_args(argv).found]
     rows = {one["case"]: one for one in kept_rows.read(KEPT)} if KEPT.exists() else {}
+    at = {one.case: caught_at(one, list(tried(one.case))) for one in records}
     for one in records:
-        rows[one.case] = row(one, [other for other in records if other is not one])
+        rows[one.case] = row(one, {case: places for case, places in at.items() if case != one.case})
     kept = [rows[case] for case in REQUESTS if case in rows]
     kept_rows.write(KEPT, kept)
     for failure in failures(kept):

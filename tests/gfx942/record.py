@@ -4,7 +4,7 @@
 
 record.json.xz says of the Triton and the HIP kernel's objects (these are clang-19's) and of the litmus kernels:
 SHA-256, compiler, seeds, and what went wrong: nothing, or this command fails. Of the objects of full size, which are
-not run, what each access touches.
+not run, what each access touches; of KCCL's collectives which mutants were caught.
 """
 
 import argparse
@@ -16,27 +16,32 @@ from typing import Any
 
 from tests.gfx942 import budget
 from tests.lib import kept_rows
-from tests.lib.gfx942 import differential, hip_column_requests, hip_lives, hip_ranks, hip_requests
+from tests.lib.gfx942 import differential, hip_collectives, hip_column_requests, hip_lives, hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
-from tests.lib.gfx942.executor import PLAIN, Kernel
+from tests.lib.gfx942.executor import PLAIN, Kernel, Memory
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import HipWalk
-from tests.lib.gfx942.litmus import ARGUED, LITMUS, MAPS, memory_of, run
+from tests.lib.gfx942.litmus import ARGUED, LITMUS, map_of, memory_of, plain_of, run
 from tests.lib.gfx942.mutants import caught, mutants
 from tests.lib.gfx942.requests import ASKED, LIVES, expected, run_request
 from tests.lib.gfx942.scopes import accesses_of, counted, wrong
 from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES, FULL_OBJECTS, FULL_SIZE, MORE_SIZES, compiled
+from tests.lib.kccl_runs import COLLECTIVES
 
 RECORD = Path(__file__).parent / "record.json.xz"
-PARTS = ("arithmetic", "requests", "hip", "columns", "ranks", "litmus", "accesses")
+PARTS = ("arithmetic", "requests", "hip", "columns", "ranks", "litmus", "accesses", "kccl")
 Row = dict[str, Any]
 
 
-def conditions(seed: int) -> Conditions:
-    """Every other seed in plain memory; both with short and long quanta, workgroups on XCDs in several ways."""
-    memory = memory_of(seed) if seed % 2 else PLAIN
-    return Conditions(memory, seed, MAPS[seed % len(MAPS)])
+def tried(seeds: int, right: Callable[[Conditions], bool]) -> Row:
+    """So many seeds in each memory: those of which a run under these conditions was not right."""
+    wrong = {
+        key: [seed for seed in range(seeds) if not right(Conditions(memory(seed), seed, map_of(seed)))]
+        for key, memory in (("wrong", memory_of), ("wrong in plain memory", plain_of))
+    }
+    print(wrong, flush=True)
+    return {"seeds": seeds} | wrong
 
 
 def arithmetic(seeds: int) -> list[Row]:
@@ -68,10 +73,9 @@ def requests(seeds: int) -> list[Row]:
     rows = []
     for case, name, variant, right in asked():
         made = compiled(case, variant)
-        wrong = [seed for seed in range(seeds) if not right(conditions(seed))]
-        row = {"case": case, "request": name, "object": made.code_object.sha256}
-        rows.append(row | {"compiler": f"triton {made.triton}", "seeds": seeds, "wrong": wrong})
-        print(case, name, "wrong:", wrong, flush=True)
+        print(case, name, flush=True)
+        row = {"case": case, "request": name, "object": made.code_object.sha256, "compiler": f"triton {made.triton}"}
+        rows.append(row | tried(seeds, right))
     return rows
 
 
@@ -81,8 +85,11 @@ def hip(seeds: int) -> list[Row]:
     rows = [hip_row(case, name, one, tokens(), seeds) for case, name, one, tokens in asked]
     one = hip_requests.walk(hip_lives.CASE)
     for name, well in hip_lives.LIVES.items():
-        wrong = [seed for seed in range(seeds) if not well(conditions(seed).memory, seed)]
-        rows.append(hip_found(hip_lives.CASE, name, one, seeds, wrong))
+
+        def lived(c: Conditions, well: Callable[[Memory, int], bool] = well) -> bool:
+            return well(c.memory, c.seed)
+
+        rows.append(hip_found(hip_lives.CASE, name, one, seeds, lived))
     return rows
 
 
@@ -92,44 +99,45 @@ def ranks(seeds: int) -> list[Row]:
     return [hip_row(case, name, hip_ranks.walk(case), tokens, seeds) for case, name, tokens in asked]
 
 
-def hip_conditions(seed: int) -> dict[str, Any]:
-    c = conditions(seed)
+def hip_row(case: str, name: str, one: HipWalk, tokens: list[int], seeds: int) -> Row:
+    def right(c: Conditions) -> bool:
+        return not hip_requests.wrong(one, name, tokens, hip_conditions(c), c.seed)
+
+    return hip_found(case, name, one, seeds, right)
+
+
+def hip_found(case: str, name: str, one: HipWalk, seeds: int, right: Callable[[Conditions], bool]) -> Row:
+    print("hip", case, name, flush=True)
+    return {"case": case, "request": name, "object": one.kernel.code_object.sha256} | tried(seeds, right)
+
+
+def hip_conditions(c: Conditions) -> dict[str, Any]:
     return {"memory": c.memory, "xcc": c.xcc}
 
 
-def hip_row(case: str, name: str, one: HipWalk, tokens: list[int], seeds: int) -> Row:
-    wrong = [seed for seed in range(seeds) if hip_requests.wrong(one, name, tokens, hip_conditions(seed), seed)]
-    return hip_found(case, name, one, seeds, wrong)
-
-
-def hip_found(case: str, name: str, one: HipWalk, seeds: int, wrong: list[int]) -> Row:
-    print("hip", case, name, "wrong:", wrong, flush=True)
-    row = {"case": case, "request": name, "object": one.kernel.code_object.sha256}
-    return row | {"seeds": seeds, "wrong": wrong}
-
-
-def shared() -> Iterator[tuple[str, Callable[[], HipColumns], Callable[[dict[str, Any], int], str]]]:
-    """Cases of the HIP kernel of columns: each its kernel's model and what is wrong with a run."""
+def shared() -> Iterator[tuple[str, Callable[[], HipColumns], Callable[[Conditions], bool]]]:
+    """Cases of the HIP kernel of columns: each its kernel's model and whether a run under these conditions is right."""
     for case in hip_column_requests.SHARED:
 
-        def wrong_of(conditions: dict[str, Any], seed: int, case: str = case) -> str:
-            return hip_column_requests.wrong(case, conditions, seed)
+        def right(c: Conditions, case: str = case) -> bool:
+            return not hip_column_requests.wrong(case, hip_conditions(c), c.seed)
 
-        yield case, partial(hip_column_requests.columns, case), wrong_of
+        yield case, partial(hip_column_requests.columns, case), right
     for gpus, where in ((1, ""), (2, " on two GPUs")):
-        one = partial(hip_column_requests.chunks, gpus)
-        wrong_prompt = partial(hip_column_requests.wrong_prompt, gpus=gpus)
-        yield f"a prompt in chunks{where}", one, wrong_prompt
+
+        def right_prompt(c: Conditions, gpus: int = gpus) -> bool:
+            return not hip_column_requests.wrong_prompt(hip_conditions(c), c.seed, gpus=gpus)
+
+        yield f"a prompt in chunks{where}", partial(hip_column_requests.chunks, gpus), right_prompt
 
 
 def columns(seeds: int) -> list[Row]:
     """Whole requests beside each other, a column each, against the reference."""
     rows = []
-    for case, one, wrong_of in shared():
-        wrong = [seed for seed in range(seeds) if wrong_of(hip_conditions(seed), seed)]
+    for case, one, right in shared():
+        print("columns", case, flush=True)
         row = {"case": case, "object": one().kernel.code_object.sha256}
-        rows.append(row | {"seeds": seeds, "wrong": wrong})
-        print("columns", case, "wrong:", wrong, flush=True)
+        rows.append(row | tried(seeds, right))
     return rows
 
 
@@ -149,6 +157,21 @@ def litmus_row(compiler: str, name: str, seeds: int) -> Row:
     row = {"kernel": name, "object": source.sha256, "compiler": compiler, "seeds": seeds}
     row |= {"wrong": wrong, "wrong in plain memory": plainly, "mutants": len(made)}
     return row | {"survive": {one: "argued" * (one in ARGUED[name]) for one in sorted(left)}}
+
+
+def kccl() -> list[Row]:
+    """Each collective by each policy on two GPUs: its mutants, and why those live that no run tells (`lives`)."""
+    return [kccl_row(policy, what) for policy in hip_collectives.POLICY for what in COLLECTIVES]
+
+
+def kccl_row(policy: str, what: str) -> Row:
+    kernel = Kernel(hip_collectives.compiled(policy, 2), what)
+    made = hip_collectives.of_kccl(kernel, policy)
+    why = [(f"{one.named()} at {one.at:#x}", hip_collectives.lives(one, policy)) for one in made]
+    left = {name: reason for name, reason in sorted(why) if reason != "caught"}
+    print(policy, what, len(why), "survive:", left, flush=True)
+    row = {"case": policy, "kernel": what, "object": kernel.code_object.sha256, "mutants": len(why)}
+    return row | {"caught": sum(reason == "caught" for _, reason in why), "survive": left}
 
 
 def walked() -> list[Row]:
@@ -174,8 +197,8 @@ def failures(record: dict[str, Any]) -> list[str]:
         for key in ("wrong", "wrong in plain memory")
         if row.get(key)
     ] + [
-        f"{row['compiler']} {row['kernel']}: {one}"
-        for row in record["litmus"]
+        f"{row.get('compiler', row.get('case'))} {row['kernel']}: {one}"
+        for row in (*record["litmus"], *record["kccl"])
         for one, why in row["survive"].items()
         if not why
     ]
@@ -183,7 +206,7 @@ def failures(record: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gfx942.record", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=16, help="of inputs and of whole requests")
+    parser.add_argument("--seeds", type=int, default=16, help="of inputs; of whole requests as many in each memory")
     parser.add_argument("--litmus", type=int, default=1000, help="of litmus kernels")
     parser.add_argument("--only", choices=PARTS, help="run this part, and keep the others of the last record")
     args = parser.parse_args(argv)
@@ -197,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ranks": lambda: ranks(args.seeds),
         "litmus": lambda: litmus(args.litmus),
         "accesses": walked,
+        "kccl": kccl,
     }
     record: dict[str, Any] = kept_rows.read(RECORD) if args.only else {}
     record |= {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.lib.compiled import from_own_end, made_in_run
-from tests.lib.gfx942.argued import ARGUED, ARGUED_OF, JOIN, JOINED, MERGE, OF_MANY, SUMS_BEHIND
+from tests.lib.gfx942.argued import ARGUED, JOIN, JOINED, MERGE, OF_CASE, OF_COLUMNS, OF_ONE, SUMS_BEHIND
 from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     WALK,
@@ -20,6 +20,7 @@ from tests.lib.gfx942.hip_mutants import (
     kept,
     main,
     needed,
+    numbered,
     place,
     tried,
     unreached,
@@ -137,21 +138,20 @@ def test_a_pair_whose_first_word_may_land_first_is_seen():
         assert "lands ahead of its second" in caught("split", mutant, 96), mutant.named()
 
 
-@pytest.mark.parametrize("case", some_always(["split", *ARGUED_OF], "wide"))
+@pytest.mark.parametrize("case", some_always(list(OF_CASE), "wide"))
 def test_what_is_argued_about_is_there(case):
-    argued = ARGUED if case == "split" else ARGUED_OF[case]
-    found = {place(case, mutant): mutant for mutant in tried(case)}
-    assert set(argued) <= set(found)
+    found = {name: mutant for mutant in tried(case) for name in (place(case, mutant), numbered(case, mutant))}
+    assert set(ARGUED[case] if case in ("split", "columns") else OF_CASE[case]) <= set(found)
     kernel = walk(case).kernel
     places = chains(kernel.code_object, kernel.name)
-    for where, why in (ARGUED | argued).items():
+    for where, why in ARGUED[case].items():
         # Unfinished at the barrier behind the wait, and nowhere else but where a block without rows has two in a row.
         if why is SUMS_BEHIND and where in found:
             behind = kernel.mnemonics().index("S_BARRIER", found[where].index)
             others = set().union(*kept(found[where]).values()) - {behind}
             assert all(any(n.startswith("run_rows") for n in places[i]) for i in others), where
-        if why is OF_MANY and case != "many":
-            assert walk(case).layout.lowering.num_blocks <= 64
+    if OF_ONE.items() <= ARGUED[case].items() or OF_COLUMNS.items() <= ARGUED[case].items():
+        assert walk(case).layout.lowering.num_blocks <= 64
 
 
 def test_a_wait_that_other_ways_need_is_found_there():

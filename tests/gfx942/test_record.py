@@ -1,6 +1,7 @@
 """The record of many seeds is one in which nothing went wrong, of as many as it promises and of today's objects."""
 
 import copy
+from itertools import product
 
 import pytest
 
@@ -11,11 +12,14 @@ from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
 from tests.lib import kept_rows
 from tests.lib.gfx942 import hip_lives, hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS, HERE
+from tests.lib.gfx942.hip_collectives import POLICY
+from tests.lib.gfx942.hip_collectives import compiled as collectives
 from tests.lib.gfx942.hip_column_requests import columns
 from tests.lib.gfx942.hip_mutants import REQUESTS, walk
-from tests.lib.gfx942.litmus import LITMUS
+from tests.lib.gfx942.litmus import LITMUS, MAPS, QUANTA, map_of, memory_of, plain_of
 from tests.lib.gfx942.scopes import accesses_of, counted
 from tests.lib.gfx942.triton_cases import FULL_OBJECTS, compiled
+from tests.lib.kccl_runs import COLLECTIVES
 from tests.lib.slow import some_always
 
 
@@ -28,10 +32,17 @@ def test_nothing_went_wrong_in_the_record():
     assert failures(kept) == []
     rows = [row for part in PARTS[:5] for row in kept[part]]
     assert all(row["seeds"] >= 16 for row in rows)
+    assert all(row["wrong in plain memory"] == [] for part in PARTS[1:5] for row in kept[part])
     assert all(row["seeds"] >= 1000 for row in kept["litmus"])
     assert all(len(row["object"]) == 16 for part in PARTS[1:] for row in kept[part])
     assert [(row["case"], row["variant"]) for row in kept["accesses"]] == FULL_OBJECTS
     assert all(row["accesses"]["words: LOAD sc0 sc1"] for row in kept["accesses"])
+
+
+def test_sixteen_seeds_meet_every_map_with_every_quantum_in_both_memories():
+    for memory in (memory_of, plain_of):
+        assert len({(map_of(seed), memory(seed).quantum) for seed in range(16)}) == len(MAPS) * len(QUANTA) == 16
+    assert memory_of(0).adversarial and not plain_of(0).adversarial
 
 
 def test_the_records_lie_in_the_tree_as_they_are_written():
@@ -146,6 +157,10 @@ def test_the_record_is_whole_and_of_todays_objects():
     objects = {row["compiler"]: row["object"] for row in record()["litmus"]}
     rows = {(row["compiler"], row["kernel"]) for row in record()["litmus"]}
     assert rows == {(compiler, name) for compiler in COMPILERS for name in LITMUS}
+    assert [(row["case"], row["kernel"]) for row in record()["kccl"]] == list(product(POLICY, COLLECTIVES))
+    for row in record()["kccl"]:
+        assert row["object"] == collectives(row["case"], 2).sha256
+        assert row["mutants"] == row["caught"] + len(row["survive"])
     for compiler, compile_source in COMPILERS.items():
         assert objects[compiler] == compile_source("litmus.hip").sha256, compiler
 

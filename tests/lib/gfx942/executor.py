@@ -52,6 +52,7 @@ class Memory:
     evict: float = 0.02
     hold: float = 0.0005
     quantum: int = 200
+    trace: bool = False
 
 
 PLAIN = Memory()
@@ -93,11 +94,11 @@ class Execution:
     awaited: np.ndarray = field(repr=False)  # how often each wait found something in flight
     # by each vector load, store and atomic: a bit for each of the buffers
     touched: np.ndarray = field(repr=False)
-    # [n, 3] at each wait, at most, in adversarial memory: of vmcnt, of lgkmcnt, loads of 16 bytes a lane
+    # [n, 2] at each wait, at most, in adversarial memory: of vmcnt, of lgkmcnt
     in_flight: np.ndarray = field(repr=False)
-    # [n, 3] of each wait, there: how often it waited for what vmcnt counts; loads of 16 bytes a lane in flight then;
-    # how many it left
-    weights: np.ndarray = field(repr=False)
+    # [n, 5] with Memory.trace, in order: of a wait for vmcnt workgroup, wave, instruction, loads of 16 bytes a lane in
+    # flight ahead and behind; of a barrier one more behind
+    passed: np.ndarray = field(repr=False)
 
 
 @functools.cache
@@ -111,8 +112,8 @@ def library() -> ctypes.CDLL:
     built = ctypes.CDLL(str(made_once([version_of("g++"), " ".join(FLAGS).encode(), *sources], make)))
     for name, result in (("operation", ctypes.c_char_p), ("machine", ctypes.c_void_p), ("error", ctypes.c_char_p)):
         getattr(built, f"gfx_{name}").restype = result
-    built.gfx_steps.restype = ctypes.c_uint64
-    for name in ("executed", "awaited", "touched", "in_flight", "weights"):
+    built.gfx_steps.restype = built.gfx_passed_bytes.restype = ctypes.c_uint64
+    for name in ("executed", "awaited", "touched", "in_flight", "passed"):
         getattr(built, f"gfx_{name}").restype = ctypes.c_void_p
     assert built.gfx_inst_bytes() == RECORD.itemsize
     return built
@@ -130,7 +131,7 @@ def operations() -> dict[str, int]:
 
 class _Options(ctypes.Structure):
     _fields_ = [("seed", ctypes.c_uint64)] + [
-        (name, ctypes.c_int32) for name in ("adversarial", "early", "evict", "hold", "quantum")
+        (name, ctypes.c_int32) for name in ("adversarial", "early", "evict", "hold", "quantum", "trace")
     ]
 
 
@@ -199,7 +200,7 @@ class Kernel:
             np.dtype("u8, u8, i4, i4, i4", align=True),
         )
         chances = (int(65536 * p) for p in (memory.early, memory.evict, memory.hold))
-        options = _Options(seed, memory.adversarial, *chances, memory.quantum)
+        options = _Options(seed, memory.adversarial, *chances, memory.quantum, memory.trace)
         lib = library()
         machine = ctypes.c_void_p(
             lib.gfx_machine(
@@ -222,11 +223,12 @@ class Kernel:
                     host()
             if ended != FINISHED:
                 raise (NoEnd if ended == UNFINISHED else Fault)(lib.gfx_error(machine).decode())
+            passed = ctypes.string_at(lib.gfx_passed(machine), lib.gfx_passed_bytes(machine))
             return Execution(
                 lib.gfx_steps(machine),
                 *(self._counts(f(machine)) for f in (lib.gfx_executed, lib.gfx_awaited, lib.gfx_touched)),
-                self._counts(lib.gfx_in_flight(machine), ctypes.c_uint32, 3).reshape(-1, 3),
-                self._counts(lib.gfx_weights(machine), each=3).reshape(-1, 3),
+                self._counts(lib.gfx_in_flight(machine), ctypes.c_uint32, 2).reshape(-1, 2),
+                np.frombuffer(passed, np.uint32).reshape(-1, 5),
             )
         finally:
             lib.gfx_free(machine)

@@ -28,13 +28,13 @@ from kog_triton.model.spec import ModelSpec
 from kog_triton.sampling import SamplingParams
 from tests.lib.compiled import Arrays, from_own_end, made_in_run
 from tests.lib.gfx942 import hip_column_requests, hip_ranks, hip_requests
-from tests.lib.gfx942.argued import ARGUED, ARGUED_OF
+from tests.lib.gfx942.argued import ARGUED
 from tests.lib.gfx942.code_object import CodeObject
 from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_ranks import HipRankWalk
-from tests.lib.gfx942.litmus import MAPS, memory_of
+from tests.lib.gfx942.litmus import map_of, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
@@ -94,6 +94,8 @@ REQUESTS = {
     "columns of heads": ("eight + long, greedy + greedy", "eight + long, greedy + edits"),
     "columns of ranks": ("greedy + sampled + rules + edits", "edits + rules + sampled + greedy"),  # of two GPUs
     "chunk": ("long prompt",),  # four positions of a prompt a step, and its first token
+    "bfloat16": ("greedy", "edits"),
+    "columns of bfloat16": ("greedy + edits",),
 }
 # The specs, of hip_column_requests.py.
 COLUMNS = {
@@ -101,7 +103,9 @@ COLUMNS = {
     "columns of waves": "waves",
     "columns of heads": "heads",
     "columns of ranks": "llama on two GPUs",
+    "columns of bfloat16": "qwen3",
 }
+NAMES = {"bfloat16": "qwen3"}  # of hip_requests' cases
 # What a wave keeps for itself in shared memory: its ring and its state; and since when it waits.
 OWN = {"save_ring", "save_state", "begin_wait", "end_wait"}
 WALK = ("consume", "run_steps", "run", "run_step", "run_step_between")  # what everything stands in
@@ -135,7 +139,7 @@ def walk(case: str) -> HipWalk | HipColumns:
         return _many_walk()
     if case == "heads":
         return hip_requests.heads_walk()
-    return hip_requests.split_walk() if case == "split" else hip_requests.walk(case)
+    return hip_requests.split_walk() if case == "split" else hip_requests.walk(NAMES.get(case, case))
 
 
 @cache
@@ -160,7 +164,7 @@ def _spec(case: str) -> ModelSpec:
         "many": MANY,
         "heads": hip_requests.HEADS,
     }
-    return own[case] if case in own else CASES[case].spec
+    return own[case] if case in own else CASES[NAMES.get(case, case)].spec
 
 
 def asked(name: str) -> Asked:
@@ -269,10 +273,10 @@ def kept(mutant: Mutant) -> dict[str, set[int]]:
 def explained(case: str, mutant: Mutant) -> str:
     """Why no run tells the mutant: as was argued, since other ways through the code need the wait, or since none does;
     else ""."""
-    where = place(case, mutant)
-    argued = ARGUED_OF.get(case, {}).get(where) or ARGUED.get(where, "")
-    if argued or " wait for " not in mutant.what:
-        return argued
+    argued = ARGUED.get(case, {})
+    where = argued.get(place(case, mutant)) or argued.get(numbered(case, mutant), "")
+    if where or " wait for " not in mutant.what:
+        return where
     if ways := needed(mutant):
         return f"other ways need it: {ways[0]}"
     return "" if kept(mutant) else "no way needs it"
@@ -292,13 +296,30 @@ def place(case: str, mutant: Mutant) -> str:
     return f"{mutant.what} in {' > '.join(own) or 'the start'}"
 
 
+@cache
+def _numbered(case: str) -> dict[tuple[int, str], str]:
+    of_place: dict[str, list[Mutant]] = {}
+    for mutant in _all(case):
+        of_place.setdefault(place(case, mutant), []).append(mutant)
+    return {
+        (one.index, one.what): f"{where} #{k + 1} of {len(found)}" if len(found) > 1 else where
+        for where, found in of_place.items()
+        for k, one in enumerate(found)
+    }
+
+
+def numbered(case: str, mutant: Mutant) -> str:
+    """Its place, and which of several that are there it is, in the order of the code: "... #2 of 3"."""
+    return _numbered(case)[mutant.index, mutant.what]
+
+
 def wrong(case: str, mutant: Mutant | None, name: str, seed: int) -> str:
     """What a request shows of the mutant, or of the kernel as it is; "" if nothing."""
     one, right = walk(case), seen(case, name)
     memory = memory_of(seed)
-    if seed % 2:
+    if (seed + seed // 4) % 2:  # half of the runs on each map and by each quantum
         memory = Memory(True, memory.early, 0, memory.hold, memory.quantum)  # stale lines stay
-    conditions = {"memory": memory, "xcc": MAPS[seed % len(MAPS)], "steps": LIMIT * right.steps}
+    conditions = {"memory": memory, "xcc": map_of(seed), "steps": LIMIT * right.steps}
     kept = one.kernel
     if mutant is not None:
         one.kernel = mutant.kernel
@@ -324,7 +345,8 @@ def caught(case: str, mutant: Mutant, tries: int, first: int = 0) -> str:
     wrong there, too."""
     names = [n for n in REQUESTS[case] if seen(case, n).executed[mutant.index]]
     names.sort(key=lambda n: seen(case, n).steps)
-    runs = ((names[k % len(names)], k) for k in range(first, first + tries))
+    # each on every map, also where there are as many of them as maps
+    runs = ((names[(k + k // len(names)) % len(names)], k) for k in range(first, first + tries))
     for name, seed in runs:
         if what := wrong(case, mutant, name, seed):
             assert stands(case, name, seed), (case, name, seed)

@@ -101,11 +101,25 @@ for _name in ("publish", "rank_publish"):
 # Ways in which workgroups may lie on XCDs, and waves run.
 MAPS: list[Callable[[int], int]] = [round_robin, lambda group: 0, lambda group: group // 2, lambda group: group * 3 % 7]
 EARLY = (0.05, 0.3, 0.9)
+QUANTA = (1, 20, 200, 2000)  # instructions of a wave in a row
 MOST_STEPS = 4_000_000  # ten times what a run takes that ends
 
 
+def map_of(seed: int) -> Callable[[int], int]:
+    """Of sixteen seeds in a row each map meets each of the QUANTA, by `memory_of` and `plain_of`."""
+    return MAPS[seed % len(MAPS)]
+
+
 def memory_of(seed: int) -> Memory:
-    return Memory(True, EARLY[seed % 3], 0.02, 0.002, (1, 20, 200, 2000)[seed % 4])
+    return Memory(True, EARLY[seed % 3], 0.02, 0.002, _quantum(seed))
+
+
+def plain_of(seed: int) -> Memory:
+    return Memory(quantum=_quantum(seed))
+
+
+def _quantum(seed: int) -> int:
+    return QUANTA[seed // len(MAPS) % len(QUANTA)]
 
 
 def run(
@@ -117,9 +131,7 @@ def run(
     if not asked:
         setup.expected = np.zeros_like(setup.out)
     try:
-        done = kernel.run(
-            setup.launches, setup.buffers, memory or memory_of(seed), seed, 0, MAPS[seed % len(MAPS)], steps
-        )
+        done = kernel.run(setup.launches, setup.buffers, memory or memory_of(seed), seed, 0, map_of(seed), steps)
     except Fault as fault:
         return f"{type(fault).__name__}: {fault}", None
     wrong = int((setup.out != setup.expected).sum())

@@ -85,6 +85,13 @@ void run_wave(Machine& m, Wave& w) {
     m.waits = false;
 }
 
+void note_passed(Machine& m, const Wave& w, size_t left, u32 met) {
+    if (!m.options.trace) return;
+    auto wide = [](const auto& f) { return f->kind == Flight::LOAD && f->bytes == 16; };
+    auto last = [&](size_t n) { return u32(std::count_if(w.vector_queue.end() - long(n), w.vector_queue.end(), wide)); };
+    m.passed.push_back({u32(w.group->index), u32(w.index), u32(w.pc - 1), last(w.vector_queue.size()), last(left) + met});
+}
+
 }  // namespace
 
 u64 clock_of(Machine& m) { return m.steps; }
@@ -94,7 +101,8 @@ u32 hardware_register(Machine&, const Wave& w, int id) {
     return u32(w.group->xcd & 7);
 }
 
-void meet_at_barrier(Machine&, Wave& w) {
+void meet_at_barrier(Machine& m, Wave& w) {
+    note_passed(m, w, w.vector_queue.size(), 1);
     halt(w, Wave::AT_BARRIER);
     if (w.group->running) return;
     for (const Wave& other : w.group->waves)  // a barrier is convergent: compilers never put two in place of one
@@ -106,16 +114,10 @@ void meet_at_barrier(Machine&, Wave& w) {
 
 namespace {
 void note_in_flight(Machine& m, const Wave& w, int vector) {
-    auto wide = [](const auto& f) { return f->kind == Flight::LOAD && f->bytes == 16; };
-    const u32 count = u32(std::count_if(w.vector_queue.begin(), w.vector_queue.end(), wide));
     auto& most = m.most[w.pc - 1];
     most.vector = std::max(most.vector, u32(w.vector_queue.size()));
     most.scalar = std::max(most.scalar, u32(w.scalar_queue.size()));
-    most.wide = std::max(most.wide, count);
-    if (w.vector_queue.size() <= size_t(vector)) return;
-    m.weights[w.pc - 1].waits++;
-    m.weights[w.pc - 1].wide += count;
-    m.weights[w.pc - 1].left += u64(std::count_if(w.vector_queue.end() - vector, w.vector_queue.end(), wide));
+    if (w.vector_queue.size() > size_t(vector)) note_passed(m, w, size_t(vector), 0);
 }
 }  // namespace
 
@@ -152,7 +154,6 @@ Machine* gfx_machine(const Inst* code, int count, const Options* options, const 
     m->executed.assign(count, 0);
     m->awaited.assign(count, 0);
     m->most.assign(count, {});
-    m->weights.assign(count, {});
     m->touched.assign(count, 0);
     m->ranges.assign(ranges, ranges + num_ranges);
     m->stored.assign(num_ranges, false);
@@ -243,6 +244,7 @@ const u64* gfx_executed(Machine* m) { return m->executed.data(); }
 const u64* gfx_touched(Machine* m) { return m->touched.data(); }
 const u64* gfx_awaited(Machine* m) { return m->awaited.data(); }
 const Machine::InFlight* gfx_in_flight(Machine* m) { return m->most.data(); }
-const Machine::Weights* gfx_weights(Machine* m) { return m->weights.data(); }
+const Machine::Passed* gfx_passed(Machine* m) { return m->passed.data(); }
+u64 gfx_passed_bytes(Machine* m) { return m->passed.size() * sizeof m->passed[0]; }
 void gfx_free(Machine* m) { delete m; }
 }

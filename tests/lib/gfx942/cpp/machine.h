@@ -20,6 +20,7 @@ struct Options {
     i32 early, evict, hold;    // chances in 65,536: that an operation in flight is performed before anybody waits for it,
                                // that an access evicts a line or brings one more, that a workgroup is held back
     i32 quantum;               // most instructions of a wave before another goes on
+    i32 trace;                 // whether `passed` is kept
 };
 
 class Random {
@@ -43,14 +44,13 @@ struct Machine {
     std::vector<u64> executed;  // how often each instruction was
     std::vector<u64> awaited;   // how often each wait found something in flight
     struct InFlight {
-        u32 vector, scalar, wide;  // operations that vmcnt and lgkmcnt count; loads of 16 bytes a lane among them
+        u32 vector, scalar;  // operations that vmcnt and lgkmcnt count
     };
     std::vector<InFlight> most;  // what a wave had in flight at most when it came to each wait, in adversarial memory
-    struct Weights {
-        // that waited for what vmcnt counts; loads of 16 bytes a lane in flight then, and those that it left there, added up
-        u64 waits, wide, left;
+    struct Passed {
+        u32 group, wave, at, before, behind;
     };
-    std::vector<Weights> weights;
+    std::vector<Passed> passed;  // executor.py
     std::vector<u64> touched;   // a bit for each range that its loads and stores were in
     std::vector<Range> ranges;
     std::vector<bool> stored;  // plainly, to each range
