@@ -13,7 +13,7 @@ from kog_triton.backends.hip.toolchain import compilers_in_words
 from kog_triton.errors import DeviceError
 
 KFD = Path("/dev/kfd")  # of the amdgpu driver
-UNTRIED = "it tried one GPU's words, rows and host; other GPUs, stages and requests are tried as a model is opened"
+UNTRIED = "one GPU's words, rows and host were tried; other GPUs, stages and requests are as a model is opened"
 
 
 def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
@@ -23,7 +23,7 @@ def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:
     if library is None and not KFD.exists():
         return {}
     gpus = _said(_gpus)
-    without = ", and HIP does without" if gpus[0].isdigit() else ": install the amdgpu driver"
+    without = ", and HIP does without" if seen.ok else ": install the amdgpu driver"
     return {
         "driver": f"{KFD} is there" if KFD.exists() else f"no {KFD}{without}",
         "runtime": f"{library}, {gpus}" if library else gpus,

@@ -27,7 +27,7 @@ from kog_triton.backends.device import gpu_of
 from kog_triton.doctor import driver, installed_version, system
 from kog_triton.schedule.topology import Gpu
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x", "cupy-rocm-7-0")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "cupy-cuda13x")
 SOURCES = (".py", ".cu", ".h", ".hip")
 QUERY = {  # field of a sample -> nvidia-smi's name
     "sm_mhz": "clocks.sm",

@@ -187,7 +187,8 @@ class Samples:
             try:
                 delta = generation.poll(0)
             except Exception:
-                self._metrics.broken_off(claim)
+                if generation.finished:  # else `cancel` counts it
+                    self._metrics.broken_off(claim)
                 raise
             if delta is not None:
                 if delta.output is not None:

@@ -95,7 +95,7 @@ def lines(name: str, row: Row) -> Iterator[str]:
         said = f"  behind {depth['position']:,} tokens {share_of_layer(row, depth):.0%} of the issue slots of a layer"
         if depth["position"] >= DEEP:
             walk, attention = (share(row, depth[what], depth["cache"]) for what in ("walk", "attention"))
-            said += f", {walk:.0%} of its cache's for the walk, {attention:.0%} for attention"
+            said += f", {walk:.0%} of its cache's for the walk, {attention:.0%}, without a bound, for attention"
         yield f"{said}; {depth['idle']:.1%} of a token's time idle"
     yield f"  beyond         {'; '.join(exceeded(row)) or 'nothing'}"
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import kept_rows
+from tests.lib.gfx942.argued import alike
 from tests.lib.gfx942.hip_mutants import REQUESTS, Record, explained, idle, numbered, place, tried
 from tests.lib.gfx942.mutants import Mutant
 
 KEPT = Path(__file__).parent / "mutants.json.xz"
 LEAST_RUNS = 16  # of a mutant that lives
-# Of a wait: what a walk over all ways through the code says (waits.py). Of all: ARGUED and ARGUED_OF.
+# Of a wait: what a walk over all ways through the code says (waits.py). Of all: argued.py.
 REASONS = ("other ways need it", "no way needs it", "argued")
 
 
@@ -48,7 +49,8 @@ def row(record: Record, others: dict[str, set[str]]) -> dict[str, Any]:
     wrong: list[str] = []
     for number in sorted(lived):
         where, reason = numbered(case, made[number]), explained(case, made[number])
-        other = next((o for o, places in others.items() if {where, place(case, made[number])} & places), "")
+        of_it = {where, place(case, made[number])}
+        other = next((o for o, places in others.items() if of_it & places and alike(case, o, where)), "")
         if reason:
             known = next((known for known in REASONS if reason.startswith(known)), "argued")
             lives.setdefault(known, []).append(where)

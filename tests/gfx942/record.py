@@ -18,7 +18,7 @@ from tests.gfx942 import budget
 from tests.lib import kept_rows
 from tests.lib.gfx942 import differential, hip_collectives, hip_column_requests, hip_lives, hip_ranks, hip_requests
 from tests.lib.gfx942.backends import COMPILERS
-from tests.lib.gfx942.executor import PLAIN, Kernel, Memory
+from tests.lib.gfx942.executor import PLAIN, Kernel
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.litmus import ARGUED, LITMUS, map_of, memory_of, plain_of, run
@@ -34,7 +34,7 @@ PARTS = ("arithmetic", "requests", "hip", "columns", "ranks", "litmus", "accesse
 Row = dict[str, Any]
 
 
-def tried(seeds: int, right: Callable[[Conditions], bool]) -> Row:
+def runs_of(seeds: int, right: Callable[[Conditions], bool]) -> Row:
     """So many seeds in each memory: those of which a run under these conditions was not right."""
     wrong = {
         key: [seed for seed in range(seeds) if not right(Conditions(memory(seed), seed, map_of(seed)))]
@@ -75,7 +75,7 @@ def requests(seeds: int) -> list[Row]:
         made = compiled(case, variant)
         print(case, name, flush=True)
         row = {"case": case, "request": name, "object": made.code_object.sha256, "compiler": f"triton {made.triton}"}
-        rows.append(row | tried(seeds, right))
+        rows.append(row | runs_of(seeds, right))
     return rows
 
 
@@ -84,13 +84,7 @@ def hip(seeds: int) -> list[Row]:
     asked = hip_requests.asked()
     rows = [hip_row(case, name, one, tokens(), seeds) for case, name, one, tokens in asked]
     one = hip_requests.walk(hip_lives.CASE)
-    for name, well in hip_lives.LIVES.items():
-
-        def lived(c: Conditions, well: Callable[[Memory, int], bool] = well) -> bool:
-            return well(c.memory, c.seed)
-
-        rows.append(hip_found(hip_lives.CASE, name, one, seeds, lived))
-    return rows
+    return rows + [hip_found(hip_lives.CASE, name, one, seeds, well) for name, well in hip_lives.LIVES.items()]
 
 
 def ranks(seeds: int) -> list[Row]:
@@ -108,7 +102,7 @@ def hip_row(case: str, name: str, one: HipWalk, tokens: list[int], seeds: int) -
 
 def hip_found(case: str, name: str, one: HipWalk, seeds: int, right: Callable[[Conditions], bool]) -> Row:
     print("hip", case, name, flush=True)
-    return {"case": case, "request": name, "object": one.kernel.code_object.sha256} | tried(seeds, right)
+    return {"case": case, "request": name, "object": one.kernel.code_object.sha256} | runs_of(seeds, right)
 
 
 def hip_conditions(c: Conditions) -> dict[str, Any]:
@@ -137,7 +131,7 @@ def columns(seeds: int) -> list[Row]:
     for case, one, right in shared():
         print("columns", case, flush=True)
         row = {"case": case, "object": one().kernel.code_object.sha256}
-        rows.append(row | tried(seeds, right))
+        rows.append(row | runs_of(seeds, right))
     return rows
 
 

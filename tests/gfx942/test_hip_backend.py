@@ -34,6 +34,7 @@ from tests.lib.gfx942.executor import WEAK, operations
 from tests.lib.gfx942.hip_lives import LIVES
 from tests.lib.gfx942.requests import ASKED, tokens_of
 from tests.lib.gfx942.requests import expected as expected_of
+from tests.lib.gfx942.triton_backend import Conditions
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.hip_machine import install, save_model, see
 from tests.lib.lowering_cases import ArrayWeights
@@ -118,7 +119,7 @@ def test_masks_of_the_host_are_waited_for(hip):
 
 @pytest.mark.parametrize("life", LIVES)
 def test_what_a_request_meets_changes_no_token(life):
-    assert LIVES[life](WEAK, 1)
+    assert LIVES[life](Conditions(WEAK, 1))
 
 
 def test_tokens_stream_while_the_kernel_runs(hip, model, expected):
@@ -494,7 +495,7 @@ def test_doctor_explains(hip, capsys, monkeypatch):
     assert "\nhip\n  driver    no /dev/kfd, and HIP does without\n" in said
     assert "libamdhip64.so, 1 GPU\n  peers     none: one GPU\n  compiler  clang++: " in said
     assert "hipcc: not found, hipRTC: not found\n" in said
-    assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said and "it tried one GPU's words" in said
+    assert "  self-test passed; 8 blocks on 8 XCDs: 1 on 0, 1 on 1" in said and "one GPU's words, rows" in said
     hip.gpus = 0
     assert doctor.main([]) == 0
     said = capsys.readouterr().out

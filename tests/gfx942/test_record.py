@@ -11,6 +11,7 @@ from tests.gfx942.hip_budget import KEPT, kept
 from tests.gfx942.record import PARTS, RECORD, asked, failures, shared
 from tests.lib import kept_rows
 from tests.lib.gfx942 import hip_lives, hip_ranks, hip_requests
+from tests.lib.gfx942.argued import OF_CASE
 from tests.lib.gfx942.backends import COMPILERS, HERE
 from tests.lib.gfx942.hip_collectives import POLICY
 from tests.lib.gfx942.hip_collectives import compiled as collectives
@@ -75,6 +76,13 @@ def test_every_mutant_was_caught_or_lives_for_a_reason():
 def test_a_mutant_that_lives_or_was_not_tried_is_a_failure(change):
     first, *others = mutants()
     assert mutant_record.failures([first | change, *others])
+
+
+def test_what_a_case_alone_argues_about_lives_there():
+    for row in mutants():
+        lives = row["lives"]["argued"]
+        for where in OF_CASE[row["case"]]:
+            assert any(one.partition(" #")[0] == where or one == where for one in lives), (row["case"], where)
 
 
 @pytest.mark.parametrize("case", some_always(list(REQUESTS), "split"))

@@ -215,6 +215,34 @@ def test_an_error_comes_behind_what_was_made(model):
     assert len(found) == 3
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_sample_that_breaks_off_is_counted_once(model, monkeypatch, own):
+    """By an error of its own, which is counted as that, or by one of the server's, which leaves it to be aborted."""
+    supervisor = FakeSupervisor(4, 0.05, error=RunError("it broke") if own else None)
+    if not own:
+        monkeypatch.setattr(Generation, "_accept", lambda generation, steps: {}[0])
+
+    async def broken():
+        samples = Samples(
+            supervisor,
+            model,
+            supervisor.metrics,
+            [Job(None, (1, 2, 3), model.default_params(temperature=1.0))],
+            Interval(),
+        )
+        await samples.start()
+        with pytest.raises(RunError if own else KeyError):
+            async for _ in samples:
+                pass
+        samples.cancel()
+        await supervisor.players[0]
+
+    run(broken())
+    told = {(s.name, *s.labels.values()): s.value for family in supervisor.metrics.collect() for s in family.samples}
+    assert told["kog:generation_tokens_total",] == (3 if own else 4)
+    assert told["kog:request_success_total", "abort"] == (0 if own else 1)
+
+
 def test_times_between_tokens_are_counted_by_the_backends_stamps(model):
     supervisor = FakeSupervisor(101, 0.0004)
     run(told(supervisor, model, Interval()))

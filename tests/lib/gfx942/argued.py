@@ -8,6 +8,10 @@ SUMS_BEHIND = "a wave's part of a sum of squares is read behind the next barrier
 OF_MANY = "up to 64 blocks are one wave's (of 'many' caught)"
 LAST_OF_PLACE = "the block's number is read behind the kernel's first barrier, which comes next, behind a wait for LDS"
 STEPS = "a step's barriers stand before the next call"
+CURSORS = (
+    "cursors are stored and spread by the same threads, whose wave's accesses of LDS come in order; others read them"
+    " behind the next barrier, ahead of which all wait for LDS"
+)
 ALONE = "each block writes the output's ids, all the same, and reads its own"
 NO_ROWS = "of a block without rows, which reads nothing that it staged"
 GAINS = "it leaves gains, and words that tell of themselves, on their way: whoever needs them waits again"
@@ -23,9 +27,9 @@ ENTRY = {
     "no barrier in any_consumer > sync_consumers #2 of 2": STEPS,
 }
 ENTRY_OF_RANKS = {
-    f"{what} in find_place > sync_consumers #{which} of 3": why
-    for what in ("no wait for lgkmcnt", "a wait for lgkmcnt but one")
-    for which, why in ((1, OF_MANY), (3, LAST_OF_PLACE))
+    "no wait for lgkmcnt in find_place > sync_consumers #1 of 3": OF_MANY,
+    "a wait for lgkmcnt but one in find_place > sync_consumers #1 of 3": OF_MANY,
+    "no wait for lgkmcnt in find_place > sync_consumers #3 of 3": LAST_OF_PLACE,
 }
 CHOICE = {
     "no barrier in run_head > choose > check_argmax > gather_shares > sync_consumers #1 of 2": "up to 64 blocks' shares"
@@ -43,14 +47,10 @@ OF_ONE = ENTRY | CHOICE | {
     f"no wait for lgkmcnt in {stage} > stage_x > sync_staged > sync_consumers": SUMS_BEHIND
     for stage in ("run_head", "run_layers_between > qkv_proj", "run_layers_between > run_layer > gate_up_proj")
 }  # fmt: skip
-OF_SPLIT = "'split' catches it, whose blocks share a head's rows of the cache and whose waves join results"
-OF_WIDE = "a block's ids are of one warp (of 'wide' caught)"
 ATTENTION = "run_layers_between > run_layer > attention > walk_split > walk_span"
 QKV_ROWS = "run_layers_between > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
 STORES = "receive > append > each > operator() > store_cache > store_scoped"
 JOINED = "run_layers_between > run_layer > attention > join_splits > join_many > sync_consumers"
-OF_WAVES = "what the waves of a block share is one wave's here (of 'columns of waves' caught)"
-ONCE = "a chunk's launch chooses one token: nothing of its head was read before (of 'columns' caught)"
 THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
 NO_ROW_OF_CACHE = "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
 JOIN = "run_layer > attend > attention > join_kv_task"
@@ -75,10 +75,6 @@ JOINS = {
     f"no barrier in {JOIN} > join_many > sync_consumers": "finish_split has one behind the last look at what was"
     " merged; behind a head that the block walked alone, in one layer, this one is needed ('columns of heads')",
 }
-QKV_OF_WAVES = {
-    "no barrier in run_layer > attend > qkv_proj > qkv_rows > normed_rows > run_rows > run_batch > sync_consumers #2"
-    " of 2": OF_WAVES
-}
 # Of a case alone, beside what its kernel's kind has.
 OF_CASE = {
     "split": {
@@ -90,10 +86,6 @@ OF_CASE = {
     "wide": {
         "no wait for vmcnt in run_layers_between > have_come > stay": GAINS,
         "a wait for vmcnt but one in run_layers_between > have_come > stay #2 of 2": GAINS,
-        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
-        "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
-        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
-        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
         f"no barrier in {QKV_ROWS}": NO_ROWS,
         f"no wait for lgkmcnt in {QKV_ROWS}": NO_ROWS,
         f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
@@ -106,23 +98,11 @@ OF_CASE = {
     "laneformer": {
         "no wait for vmcnt in run_layers_between > run_layer > o_proj > module_rows > run_rows > run_batch > have_come"
         " > stay": GAINS,
-        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
-        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
         "no barrier in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows > run_rows"
         " > sync_consumers": NO_ROWS,
         f"no barrier in {ROWS_OF_HEAD}": NO_ROWS,
         TOP_P: LEAVES_HOSTS,
-        "no wait for lgkmcnt in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
-        "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
-        "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
-        "no buffer_inv in acquire_cache > acquire_gpu": OF_SPLIT,
-        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
         f"no barrier in {QKV_ROWS}": NO_ROWS,
-        CHOOSE: OF_WIDE,
-        "no barrier in run_head > choose > edit_logits > count_token > sync_consumers": OF_WIDE,
-        "no barrier in run_head > choose > edit_logits > sync_consumers": OF_WIDE,
-        "no barrier in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
-        "a wait for lgkmcnt but one in run_head > choose > publish_candidate > sync_consumers": OF_WIDE,
     },
     "heads": {
         "no wait for vmcnt in run_layers_between > have_come > stay #2 of 2": GAINS,
@@ -130,9 +110,6 @@ OF_CASE = {
         f"no barrier in {ROWS_OF_HEAD}": NO_ROWS,
         f"no wait for lgkmcnt in {ROWS_OF_HEAD}": NO_ROWS,
         f"a wait for lgkmcnt but one in {ROWS_OF_HEAD}": NO_ROWS,
-        "no buffer_inv in acquire_cache > acquire_gpu": "of one layer: what a prompt's steps read of the cache is"
-        " nobody's but its last one's; 'split', of two, catches it",
-        "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' catches it",
     },
     "many": {
         "no barrier in find_place > sync_consumers #3 of 3": LAST_OF_PLACE,
@@ -140,30 +117,16 @@ OF_CASE = {
         f"{TOP_P} #1 of 2": LEAVES_HOSTS,
         "no wait for vmcnt in run_layers_between > have_come > stay #2 of 2": GAINS,
         "a wait for vmcnt but one in run_layers_between > have_come > stay #2 of 2": GAINS,
-        f"global_store_dword of a narrower scope in {ATTENTION} > {STORES}": OF_SPLIT,
-        "no buffer_inv in run_head > acquire_cache > acquire_gpu": OF_SPLIT,
-        f"no barrier in {ATTENTION} > put_results > sync_consumers": OF_SPLIT,
         f"no barrier in {ROWS_OF_HEAD}": NO_ROWS,
         f"no wait for lgkmcnt in {ROWS_OF_HEAD}": NO_ROWS,
         f"a wait for lgkmcnt but one in {ROWS_OF_HEAD}": NO_ROWS,
         "a wait for lgkmcnt but one in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows"
         " > run_rows > sync_consumers": NO_ROWS,
         f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
-        "no wait for vmcnt in store_system_pair > drain_stores": "once a run, of ten; 'split' catches it",
-        CHOOSE: OF_WIDE,
-        "no wait for lgkmcnt in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
-        "a wait for lgkmcnt but one in run_head > choose > publish_top_p_check > sync_consumers": OF_WIDE,
     },
     "ranks": ENTRY_OF_RANKS | {f"no barrier in {ROWS_OF_HEAD}": NO_ROWS},
-    "columns": JOINS | QKV_OF_WAVES | {
+    "columns": JOINS | {
         f"{TOP_P} #1 of 2": LEAVES_HOSTS,
-        "no barrier in run_layer > attend > attention > walk_shared > finish_split > sync_consumers": OF_WAVES,
-        f"no barrier in {MERGE}": OF_WAVES,
-        f"no wait for lgkmcnt in {MERGE}": OF_WAVES,
-        f"a wait for lgkmcnt but one in {MERGE}": OF_WAVES,
-        "no barrier in run_head > choose > edit_logits > count_token > sync_consumers": OF_WAVES,
-        "no barrier in run_head > choose > edit_logits > sync_consumers": OF_WAVES,
-        "no barrier in run_head > choose > publish_best > sum_over_block > sync_consumers": OF_WAVES,
     },
     "columns of waves": JOINS | {
         TOP_P: LEAVES_HOSTS,
@@ -185,11 +148,12 @@ OF_CASE = {
         CHOOSE: THREE,
         "no wait for lgkmcnt in end > sync_consumers": "a read of the wave's own count of steps",
     },
-    "chunk": QKV_OF_WAVES | {
-        "no wait for lgkmcnt in sync_consumers": ONCE,
-        "no wait for lgkmcnt in run_head > publish_best > sync_consumers": ONCE,
-        "a wait for lgkmcnt but one in run_head > publish_best > sync_consumers": ONCE,
-        "no buffer_inv in run_head > head_operands > stage_head > acquire_gpu": ONCE,
+    "chunk": {
+        "no barrier in sync_consumers #1 of 3": ENTRY["no barrier in sync_consumers #1 of 2"],
+        "no barrier in sync_consumers #2 of 3": CURSORS,
+        "no wait for lgkmcnt in sync_consumers #2 of 3": CURSORS,
+        "no barrier in sync_consumers #3 of 3": "the wave that stores tokens is the one that embeds them, of so narrow"
+        " a model",
     },
     # What it alone catches needs no reason.
     "columns of heads": {place: why for place, why in JOINS.items() if "join_many" not in place} | {
@@ -202,3 +166,10 @@ OF_CASE = {
 KIND = {case: OF_COLUMNS if "columns" in case or case == "chunk" else OF_ONE for case in OF_CASE}
 KIND["many"] = {}  # its blocks are more than one wave's
 ARGUED = {case: KIND[case] | own for case, own in OF_CASE.items()}
+
+
+def alike(case: str, other: str, where: str) -> bool:
+    """Whether a place of one case is the same code in the other: of kernels of one kind, and in `choose`, a function of
+    both."""
+    several = ["columns" in name or name == "chunk" for name in (case, other)]
+    return several[0] == several[1] or " > choose > " in where

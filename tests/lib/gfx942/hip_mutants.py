@@ -34,7 +34,7 @@ from tests.lib.gfx942.executor import Fault, Memory
 from tests.lib.gfx942.hip_columns import HipColumns
 from tests.lib.gfx942.hip_kernel import HipWalk
 from tests.lib.gfx942.hip_ranks import HipRankWalk
-from tests.lib.gfx942.litmus import map_of, memory_of
+from tests.lib.gfx942.litmus import MAPS, map_of, memory_of
 from tests.lib.gfx942.mutants import Mutant, mutants
 from tests.lib.gfx942.places import Chain, chains
 from tests.lib.gfx942.requests import ASKED, LONG, Asked, reference_tokens
@@ -232,8 +232,8 @@ def unreached(case: str) -> list[Chain]:
 
 
 def idle(case: str, mutant: Mutant) -> bool:
-    """Whether the mutant is a wait shortened that in no run had anything to wait for, or only what another mutant,
-    without that wait, does not wait for either."""
+    """Whether the mutant is a wait shortened that had nothing to wait for in the one calm run of each request, or only
+    what another mutant, without that wait, does not wait for either."""
     if " for vmcnt" not in mutant.what and " for lgkmcnt" not in mutant.what:
         return False
     wait = int(walk(case).kernel.records["offset"][mutant.index])
@@ -274,9 +274,9 @@ def explained(case: str, mutant: Mutant) -> str:
     """Why no run tells the mutant: as was argued, since other ways through the code need the wait, or since none does;
     else ""."""
     argued = ARGUED.get(case, {})
-    where = argued.get(place(case, mutant)) or argued.get(numbered(case, mutant), "")
-    if where or " wait for " not in mutant.what:
-        return where
+    why = argued.get(place(case, mutant)) or argued.get(numbered(case, mutant), "")
+    if why or " wait for " not in mutant.what:
+        return why
     if ways := needed(mutant):
         return f"other ways need it: {ways[0]}"
     return "" if kept(mutant) else "no way needs it"
@@ -345,8 +345,8 @@ def caught(case: str, mutant: Mutant, tries: int, first: int = 0) -> str:
     wrong there, too."""
     names = [n for n in REQUESTS[case] if seen(case, n).executed[mutant.index]]
     names.sort(key=lambda n: seen(case, n).steps)
-    # each on every map, also where there are as many of them as maps
-    runs = ((names[(k + k // len(names)) % len(names)], k) for k in range(first, first + tries))
+    # of up to four each on every map
+    runs = ((names[(k + k // len(MAPS)) % len(names)], k) for k in range(first, first + tries))
     for name, seed in runs:
         if what := wrong(case, mutant, name, seed):
             assert stands(case, name, seed), (case, name, seed)
