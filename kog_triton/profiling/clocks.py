@@ -5,7 +5,7 @@ reading was taken in between: at the middle, give or take half of what lies betw
 """
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, inf
 
 import numpy as np
 
@@ -45,12 +45,11 @@ def align(before: np.ndarray, behind: np.ndarray) -> Alignment:
     steps = sum(_step(both[:, at]) for at in ([0, 2], [1]))
     errors = [float(heard - asked) / 2 + steps for asked, _, heard in quickest]
     middles = [int(asked + (heard - asked) // 2) for asked, _, heard in quickest]
-    return Alignment(
-        own_ns=(int(quickest[0][1]), int(quickest[1][1])),
-        first_ns=(middles[0], middles[1]),
-        error=max(errors),
-        drift_error=sum(errors) / (middles[1] - middles[0]),
-    )
+    own_ns, first_ns = (int(quickest[0][1]), int(quickest[1][1])), (middles[0], middles[1])
+    own, first, both_errors = own_ns[1] - own_ns[0], first_ns[1] - first_ns[0], sum(errors)
+    # the first clock's time may be as much shorter
+    drift_error = own / (first - both_errors) - own / first if first > both_errors else inf
+    return Alignment(own_ns, first_ns, max(errors), drift_error)
 
 
 def _step(readings: np.ndarray) -> int:

@@ -164,6 +164,7 @@ def test_short_reads_go_on(tmp_path, files, monkeypatch):
 @pytest.mark.parametrize("parts", [2, 3])
 def test_an_interrupt_waits_until_a_copy_is_whole(tmp_path, files, monkeypatch, parts):
     """Wherever it came, a lock of the threads' might have stayed held."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     data, read = write(tmp_path / "weights"), os.preadv
     to = torch.empty_like(data)
 
@@ -174,8 +175,11 @@ def test_an_interrupt_waits_until_a_copy_is_whole(tmp_path, files, monkeypatch, 
 
     monkeypatch.setattr(os, "preadv", interrupt)
     monkeypatch.setattr(mapped_files, "LEAST_BYTES", SIZE // parts)
-    with pytest.raises(KeyboardInterrupt):
-        files.copy(map_file(tmp_path / "weights"), to)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            files.copy(map_file(tmp_path / "weights"), to)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert torch.equal(to, data)
 
 
