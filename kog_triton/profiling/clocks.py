@@ -5,7 +5,7 @@ reading was taken in between: at the middle, give or take half of what lies betw
 """
 
 from dataclasses import dataclass
-from math import gcd, inf
+from math import gcd
 
 import numpy as np
 
@@ -46,9 +46,8 @@ def align(before: np.ndarray, behind: np.ndarray) -> Alignment:
     errors = [float(heard - asked) / 2 + steps for asked, _, heard in quickest]
     middles = [int(asked + (heard - asked) // 2) for asked, _, heard in quickest]
     own_ns, first_ns = (int(quickest[0][1]), int(quickest[1][1])), (middles[0], middles[1])
-    own, first, both_errors = own_ns[1] - own_ns[0], first_ns[1] - first_ns[0], sum(errors)
-    # the first clock's time may be as much shorter
-    drift_error = own / (first - both_errors) - own / first if first > both_errors else inf
+    own, first = own_ns[1] - own_ns[0], first_ns[1] - first_ns[0]
+    drift_error = sum(errors) * own / first**2  # of own / first, by an error of `first`
     return Alignment(own_ns, first_ns, max(errors), drift_error)
 
 

@@ -92,7 +92,7 @@ def test_the_quickest_answer_counts():
     assert (clock.own_ns, clock.first_ns) == ((5104, 105_114), (4100, 104_100))
     assert clock.offset == 1004 and clock.drift == pytest.approx(1e-4)
     assert clock.error == 100 + 200 + 2  # half the way there and back, and a step of each clock
-    assert clock.drift_error == pytest.approx(100_010 / (100_000 - 604) - 100_010 / 100_000)
+    assert clock.drift_error == pytest.approx(604 * 100_010 / 100_000**2)
 
 
 # ---- the kernel ----
