@@ -7,6 +7,7 @@ kernel may touch are the tensors whose addresses its argument holds. Several GPU
 
 import ctypes
 import functools
+import itertools
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -62,6 +63,7 @@ ERRORS = {
     999: ("hipErrorUnknown", "unknown error"),
     720: ("hipErrorCooperativeLaunchTooLarge", "too many blocks in cooperative launch"),
 }
+NUMBERS = itertools.count(1)  # of all doubles: what an earlier test lets go of late is none of this one's
 INVALID_IMAGE, NO_BINARY, NOT_READY, LAUNCH_FAILURE, UNKNOWN = 200, 209, 600, 719, 999
 INVALID_DEVICE, INVALID_HANDLE = 101, 400
 ELF = b"\x7fELF"
@@ -145,7 +147,6 @@ class FakeHip:
         self._events: dict[int, list[threading.Thread]] = {}
         self._known: Known = {}
         self._vectors: Known = {}  # of a stage alone
-        self._number = 0
         self._thread = threading.local()
         self._loaded_on: dict[int, int] = {}  # the GPU of a module, of a function
 
@@ -210,9 +211,8 @@ class FakeHip:
         return answer
 
     def _new(self, where: int) -> int:
-        self._number += 1
-        ctypes.c_void_p.from_address(where).value = self._number
-        return self._number
+        ctypes.c_void_p.from_address(where).value = number = next(NUMBERS)
+        return number
 
     @property
     def gpu(self) -> int:
