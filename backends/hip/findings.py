@@ -13,7 +13,7 @@ from kog_triton.backends.hip.toolchain import compilers_in_words
 from kog_triton.errors import DeviceError
 
 KFD = Path("/dev/kfd")  # of the amdgpu driver
-UNTRIED = "one GPU's words, rows and host were tried; other GPUs, stages and requests are as a model is opened"
+UNTRIED = "one GPU's words, rows and host were tried; other GPUs, stages and requests will be as a model is opened"
 
 
 def look(seen: Availability, xcds: Callable[[], list[int]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kog_triton.backends.held_back import held_back
+from kog_triton.backends.interrupts import interrupts_deferred
 from kog_triton.errors import FileError, first_line
 
 Tensor = torch.Tensor
@@ -75,11 +75,11 @@ class MappedFiles:
             mapping.fill(view, source.data_ptr())
             return
         first = source.data_ptr()
-        with held_back():
+        with interrupts_deferred():
             self._fill(mapping, [(view[at : at + each], first + at) for at in range(0, count, each)])
 
     def close(self) -> None:
-        with held_back():
+        with interrupts_deferred():
             self._close_readers()
             for mapping in self._mappings:
                 os.close(mapping.fd)

@@ -47,7 +47,7 @@ def align(before: np.ndarray, behind: np.ndarray) -> Alignment:
     middles = [int(asked + (heard - asked) // 2) for asked, _, heard in quickest]
     own_ns, first_ns = (int(quickest[0][1]), int(quickest[1][1])), (middles[0], middles[1])
     own, first = own_ns[1] - own_ns[0], first_ns[1] - first_ns[0]
-    drift_error = sum(errors) * own / first**2  # of own / first, by an error of `first`
+    drift_error = sum(errors) * own / first**2  # what an error of `first` is in own / first
     return Alignment(own_ns, first_ns, max(errors), drift_error)
 
 

@@ -25,7 +25,7 @@ MODELS = ("llama-3.2-1b", "llama-3.1-8b", "laneformer-2b")
 LATENCY = 2.0  # us
 ON_WAY = BANDWIDTH * LATENCY * 1e-6  # bytes
 DEEP = 4000  # tokens before one
-MOST_SLOTS = 0.6  # of those that pass while weights, or keys and values, come
+MOST_SLOTS = 0.6  # of the issue slots that pass while weights, or keys and values, come
 SLOTS = CLOCK * 1e-6 / CYCLES  # of a SIMD in a us
 COVER = 1.5  # times `needed`
 COVER_LEFT = 1.2  # times that, when a look for words is answered
@@ -42,7 +42,7 @@ def kept() -> dict[str, Row]:
 
 
 def share(row: Row, slots: int, size: int) -> float:
-    """Of those that pass while so many bytes of every block come."""
+    """What part so many issue slots are of those that pass while so many bytes of every block come."""
     return float(slots / (size * row["blocks"] / BANDWIDTH * 1e6 * SLOTS))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.lib.compiled import from_own_end, made_in_run
-from tests.lib.gfx942.argued import ARGUED, JOIN, JOINED, MERGE, OF_CASE, OF_COLUMNS, OF_ONE, SUMS_BEHIND
+from tests.lib.gfx942.argued import ARGUED, JOIN, JOINED, OF_CASE, OF_COLUMNS, OF_ONE, SUMS_BEHIND
 from tests.lib.gfx942.hip_kernel import KERNEL
 from tests.lib.gfx942.hip_mutants import (
     WALK,
@@ -29,6 +29,7 @@ from tests.lib.gfx942.hip_mutants import (
 from tests.lib.gfx942.places import chains
 from tests.lib.slow import some_always
 
+MERGE = "run_layer > attend > attention > walk_head > merge_head > sync_consumers"
 # What changed, and two functions that the instruction stands in: the first such mutant is to be caught.
 KINDS = [
     ("of a narrower scope", "append", "store_cache"),  # a row of the cache

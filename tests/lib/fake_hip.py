@@ -63,7 +63,7 @@ ERRORS = {
     999: ("hipErrorUnknown", "unknown error"),
     720: ("hipErrorCooperativeLaunchTooLarge", "too many blocks in cooperative launch"),
 }
-NUMBERS = itertools.count(1)  # of all doubles: what an earlier test lets go of late is none of this one's
+NUMBERS = itertools.count(1)  # of all doubles: a handle that an earlier test destroys late is none of this test's
 INVALID_IMAGE, NO_BINARY, NOT_READY, LAUNCH_FAILURE, UNKNOWN = 200, 209, 600, 719, 999
 INVALID_DEVICE, INVALID_HANDLE = 101, 400
 ELF = b"\x7fELF"

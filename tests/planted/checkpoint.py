@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "backends/mapped_files.py",
-        "with held_back():\n            self._fill",
+        "with interrupts_deferred():\n            self._fill",
         "if True:\n            self._fill",
         "host/test_mapped_files.py",
         "an interrupt leaves a lock of the threads that read held",

@@ -76,7 +76,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "cli/activity.py": ("host/test_cli_requests.py", *COMMANDS),
     "cli/command.py": ("host/test_interrupts.py", "host/test_cli_process.py", *COMMANDS),
     "cli/*.py": (*COMMANDS, "host/test_cli_talk.py", "host/test_cli_process.py"),
-    "backends/held_back.py": ("host/test_held_back.py", "host/test_mapped_files.py"),
+    "backends/interrupts.py": ("host/test_deferred_interrupts.py", "host/test_mapped_files.py"),
     "checkpoint/formats/*.py": (*FORMATS, "host/test_checkpoint_values.py", "host/test_quantize.py"),
     "checkpoint/gguf/*.py": ("host/test_gguf_values.py", "host/test_gguf.py", "host/test_gguf_tokenizer.py"),
     "checkpoint/hub.py": ("host/test_checkpoint.py", "host/test_damaged_checkpoint.py"),

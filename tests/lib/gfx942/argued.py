@@ -47,14 +47,11 @@ OF_ONE = ENTRY | CHOICE | {
     f"no wait for lgkmcnt in {stage} > stage_x > sync_staged > sync_consumers": SUMS_BEHIND
     for stage in ("run_head", "run_layers_between > qkv_proj", "run_layers_between > run_layer > gate_up_proj")
 }  # fmt: skip
-ATTENTION = "run_layers_between > run_layer > attention > walk_split > walk_span"
 QKV_ROWS = "run_layers_between > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
-STORES = "receive > append > each > operator() > store_cache > store_scoped"
 JOINED = "run_layers_between > run_layer > attention > join_splits > join_many > sync_consumers"
 THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
 NO_ROW_OF_CACHE = "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
 JOIN = "run_layer > attend > attention > join_kv_task"
-MERGE = "run_layer > attend > attention > walk_head > merge_head > sync_consumers"
 SAME_THREAD = "whoever puts a sum of all lanes has joined it, the same thread: LDS takes a wave's in order"
 ROWS_OF_HEAD = "run_head > head_rows > run_rows > sync_consumers"
 DRAINS = {
@@ -163,7 +160,14 @@ OF_CASE = {
     "bfloat16": {f"no barrier in {ROWS_OF_HEAD}": NO_ROWS},
     "columns of bfloat16": {HALF: SUMS_BEHIND, CHOOSE: THREE},
 }  # fmt: skip
-KIND = {case: OF_COLUMNS if "columns" in case or case == "chunk" else OF_ONE for case in OF_CASE}
+
+
+def of_columns(case: str) -> bool:
+    """Whether its kernel is one of several tokens."""
+    return "columns" in case or case == "chunk"
+
+
+KIND = {case: OF_COLUMNS if of_columns(case) else OF_ONE for case in OF_CASE}
 KIND["many"] = {}  # its blocks are more than one wave's
 ARGUED = {case: KIND[case] | own for case, own in OF_CASE.items()}
 
@@ -171,5 +175,4 @@ ARGUED = {case: KIND[case] | own for case, own in OF_CASE.items()}
 def alike(case: str, other: str, where: str) -> bool:
     """Whether a place of one case is the same code in the other: of kernels of one kind, and in `choose`, a function of
     both."""
-    several = ["columns" in name or name == "chunk" for name in (case, other)]
-    return several[0] == several[1] or " > choose > " in where
+    return of_columns(case) == of_columns(other) or " > choose > " in where

@@ -12,7 +12,7 @@ from tests.lib.gfx942.backends import CLANG, text_object
 from tests.lib.gfx942.clang import HIP
 from tests.lib.gfx942.executor import SYSTEM, Buffer, Fault, Launch, Memory
 from tests.lib.gfx942.hip_kernel import INCLUDES
-from tests.lib.gfx942.hip_mutants import kept, needed
+from tests.lib.gfx942.hip_mutants import why_of_wait
 from tests.lib.gfx942.litmus import EARLY, MOST_STEPS, map_of
 from tests.lib.gfx942.mutants import Mutant, caught, mutants
 from tests.lib.gfx942.places import chains
@@ -113,12 +113,8 @@ def shown(mutant, policy, seeds):
 
 
 def lives(mutant: Mutant, policy: str, tries: int = 36, more: int = 240) -> str:
-    """Why no run tells the mutant: a register needs the wait on other ways than the runs take, or on none; "caught" if
-    one of `tries` does, or of `more` of what is neither; "" if nothing says why."""
+    """Why no run tells the mutant (`why_of_wait`); "caught" if one of `tries` does, or one of `more` where nothing
+    says why; "" if neither."""
     if shown(mutant, policy, tries):
         return "caught"
-    if " wait for " in mutant.what and needed(mutant):
-        return "other ways need it"
-    if " wait for " in mutant.what and not kept(mutant):
-        return "no way needs it"
-    return "caught" if shown(mutant, policy, more) else ""
+    return why_of_wait(mutant).partition(":")[0] or "caught" * bool(shown(mutant, policy, more))

@@ -275,8 +275,13 @@ def explained(case: str, mutant: Mutant) -> str:
     else ""."""
     argued = ARGUED.get(case, {})
     why = argued.get(place(case, mutant)) or argued.get(numbered(case, mutant), "")
-    if why or " wait for " not in mutant.what:
-        return why
+    return why or why_of_wait(mutant)
+
+
+def why_of_wait(mutant: Mutant) -> str:
+    """Of a wait, whether other ways through the code need it, or none does; else ""."""
+    if " wait for " not in mutant.what:
+        return ""
     if ways := needed(mutant):
         return f"other ways need it: {ways[0]}"
     return "" if kept(mutant) else "no way needs it"

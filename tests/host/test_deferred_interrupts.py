@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kog_triton.backends.held_back import held_back
+from kog_triton.backends.interrupts import interrupts_deferred
 
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM])
@@ -21,7 +21,7 @@ def number(request):
 def test_it_raises_behind_the_block(number, times):
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with held_back():
+        with interrupts_deferred():
             for _ in range(times):
                 os.kill(os.getpid(), number)
             done.append("the block")
@@ -31,15 +31,15 @@ def test_it_raises_behind_the_block(number, times):
 
 
 def test_it_outranks_an_error_of_the_block(number):
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         os.kill(os.getpid(), number)
         raise ValueError
 
 
 def test_where_none_comes_nothing_is_changed(number):
-    with held_back():
+    with interrupts_deferred():
         pass
-    with pytest.raises(ValueError), held_back():
+    with pytest.raises(ValueError), interrupts_deferred():
         raise ValueError
     assert signal.getsignal(number) is signal.default_int_handler
     with pytest.raises(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def test_a_handler_of_somebody_else_s_stays():
     came = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append("inside"))
     try:
-        with held_back():
+        with interrupts_deferred():
             os.kill(os.getpid(), signal.SIGINT)
             assert came == ["inside"]
     finally:
@@ -61,7 +61,7 @@ def test_threads_change_no_handler(number):
     seen = []
 
     def body():
-        with held_back():
+        with interrupts_deferred():
             seen.append(signal.getsignal(number))
 
     thread = threading.Thread(target=body)

@@ -12,17 +12,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """A signal that would raise KeyboardInterrupt inside the block raises it at the block's end: keep the block short.
 
     SIGINT, and SIGTERM where it is handled alike. Other handlers stay; only the main thread is interrupted at all.
     """
-    with _held_back(signal.SIGINT), _held_back(signal.SIGTERM):
+    with _deferred(signal.SIGINT), _deferred(signal.SIGTERM):
         yield
 
 
 @contextmanager
-def _held_back(number: int) -> Iterator[None]:
+def _deferred(number: int) -> Iterator[None]:
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(number) is not signal.default_int_handler:
         yield
