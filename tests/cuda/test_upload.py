@@ -67,6 +67,7 @@ def test_an_upload_follows_the_stream_and_waits_for_nothing():
     upload(torch.full((1 << 20,), 1, dtype=torch.int32), home)  # pins its first memory
     torch.cuda.synchronize()
     seen = []
+    torch.cuda._sleep(2_000_000_000)  # cycles, about a second: more than a loaded host takes to queue all that follows
     torch.cuda.set_sync_debug_mode("error")
     try:
         for value in range(2, 12):

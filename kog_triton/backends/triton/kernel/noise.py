@@ -39,7 +39,7 @@ def wide_multiply(a, B: tl.constexpr):
 def log2_bits(m, BITS: tl.constexpr):
     """The first BITS bits of log2(m / 2^31), 2^31 <= m < 2^32 in uint64 (kog_triton/sampling/fixed.py)."""
     out = (m * 0).to(tl.int64)
-    for _ in tl.static_range(BITS):
+    for _ in range(BITS):
         m = (m * m) >> 32
         bit = m >> 31
         m = tl.where(bit != 0, m, m << 1)
@@ -80,14 +80,11 @@ def gumbel(words):
     r = words.to(tl.uint64)
     v = 2 * (0xFFFFFFFF - r) + 1
     tail = v < (1 << 23)
-    v = tl.where(tail, v, 1)
-    square = ((v << 3) * (v << 3)) >> 32
-    near_one = log2_fixed((v << 8) + square) - (41 << 24) + LOG2_LOG2E
+    near_one = (v << 8) + (((v << 3) * (v << 3)) >> 32)
     n = bit_length(r)
     m = tl.where(n == 32, r, (2 * r + 1) << tl.maximum(31 - n, 0).to(tl.uint64))
     y = ((33 - n) << 31) - log2_bits(m, 31)
-    y = tl.where(tail, 1 << 31, y).to(tl.uint64)
-    return tl.where(tail, near_one, log2_fixed(y) - (31 << 24))
+    return log2_fixed(tl.where(tail, near_one, y.to(tl.uint64))) - tl.where(tail, (41 << 24) - LOG2_LOG2E, 31 << 24)
 
 
 @triton.constexpr_function
