@@ -13,19 +13,21 @@ from kog_triton.backends.cuda.layout import header
 from kog_triton.backends.mailbox import Failure
 from kog_triton.backends.reference import ReferenceBackend
 from kog_triton.model.small import small_model
+from kog_triton.model.spec import Reduce
 from kog_triton.request_check import check_requests
 from kog_triton.stage_check import check_stages, stage_inputs
 from tests.lib.cuda_requests import serve, tokens_of
 from tests.lib.cuda_threads import BOUNDED, JUDGED
 from tests.lib.gfx942 import hip_column_requests as columns
-from tests.lib.gfx942.hip_requests import LENGTHS, NAMES, SPLIT, SPLIT_NAMES, split_tokens
-from tests.lib.gfx942.requests import ASKED, TOKENS, expected
+from tests.lib.gfx942.hip_requests import LENGTHS, NAMES, SPLIT, SPLIT_NAMES, TAILS, TAILS_BLOCKS, split_tokens
+from tests.lib.gfx942.requests import ASKED, TOKENS, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import CASES
 from tests.lib.hip_walk import HipColumnBackend, HipColumnThreadWalk, HipFiberBackend, HipThreadWalk
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.narrow_stages import error_of
 from tests.lib.ring_walker import f16_spec
 from tests.lib.slow import some_always
+from tests.lib.triton_cases import lanes
 
 slow = pytest.mark.slow
 UNLIMITED_NS = 1 << 40
@@ -104,6 +106,38 @@ def test_two_gpus(case):
 def test_every_stage_alone(case, wave):
     kind = type("OfWaves", (HipFiberBackend,), {"wave": wave})
     assert check_stages(kind, small_model(CASES[case].spec), "a CPU") == 12
+
+
+# Stages ask for what follows as they end, of lanes beside sums that come late.
+TAILED = {
+    "one lane": (TAILS.replace(vocab_size=1024), TAILS_BLOCKS),
+    "lanes": (
+        lanes(
+            (Reduce.OWN, Reduce.DELAYED, Reduce.NOW),
+            1,
+            hidden_size=256,
+            intermediate_size=1024,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=1024,
+        ),
+        2 * TAILS_BLOCKS,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", some_always(TAILED, "one lane"))
+def test_weights_that_are_asked_for_as_the_stage_before_ends(case):
+    spec, num_blocks = TAILED[case]
+
+    class OfFewBlocks(HipFiberBackend):
+        def __init__(self, weights, options):
+            super().__init__(weights, options, num_blocks)
+
+    assert check_stages(OfFewBlocks, spec, "a CPU") == {"one lane": 12, "lanes": 18}[case]
+    backend = opened(HipFiberBackend, spec, num_blocks, seed=-9)
+    assert asked(backend, "sampled") == reference_tokens(spec, ASKED["sampled"])
 
 
 def test_attention_of_so_many_heads_that_a_thread_stages_eight_values(monkeypatch):

@@ -3,6 +3,7 @@
 Tokens equal the reference's in both memories. What a kernel must not lack is taken away, to see the requests go wrong.
 """
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,16 @@ from tests.lib.gfx942.hip_requests import (
     MOST_STEPS,
     RUNS,
     STOPPED,
+    TAILS_NAMES,
     generate,
     split_tokens,
     split_walk,
+    tails_tokens,
+    tails_walk,
     walk,
     wrong,
 )
+from tests.lib.gfx942.places import chains
 from tests.lib.gfx942.requests import ENDS, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import ALL, CASES
 from tests.lib.lowering_cases import ArrayWeights
@@ -47,6 +52,22 @@ def test_a_context_that_is_split(conditions):
     one = split_walk()
     assert one.layout.splits == 8
     assert generate(one, "long prompt", conditions) == (split_tokens(), FINISHED)
+
+
+@pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
+@pytest.mark.parametrize("name", some_always(TAILS_NAMES, "greedy"))
+def test_weights_that_are_asked_for_as_the_stage_before_ends(name, conditions):
+    assert generate(tails_walk(), name, conditions) == (tails_tokens(name), FINISHED)
+
+
+def test_each_stage_asks_for_what_follows():
+    """So many fragments: for o_proj, gate_up_proj, down_proj and the next layer or the head."""
+    kernel, found = tails_walk().kernel, Counter()
+    for name, chain in zip(kernel.mnemonics(), chains(kernel.code_object, kernel.name), strict=True):
+        names = [one.partition("<")[0] for one in chain]
+        if name == "GLOBAL_LOAD_DWORDX4" and "multiply" in names and "take_one" in names:
+            found.update(one for one in names if one.endswith("_proj"))
+    assert found == {"qkv_proj": 7, "o_proj": 2, "gate_up_proj": 3, "down_proj": 3}
 
 
 @pytest.mark.parametrize("name", ["edits", "rules"])
@@ -130,6 +151,15 @@ def test_a_planted_fault_is_seen(fault, tmp_path):
     steps = MOST_STEPS // 2  # three times what this request takes: what has no end, ends sooner
     hard = CONDITIONS["adversarial"] | {"memory": Memory(adversarial=True, evict=0), "steps": steps}
     assert any(wrong(one, "long prompt", split_tokens(), hard, seed) for seed in range(32))
+
+
+def test_another_fragment_than_follows_is_seen(tmp_path):
+    text, right = (INCLUDES[0] / "kog/matvec.h").read_text(), "tail.take_one(b, ring, layer, i - kFirst);"
+    assert text.count(right) == 1
+    (tmp_path / "kog").mkdir()
+    (tmp_path / "kog/matvec.h").write_text(text.replace(right, "tail.take_one(b, ring, layer, 1 - (i - kFirst));"))
+    one = tails_walk((tmp_path, *INCLUDES))
+    assert wrong(one, "greedy", tails_tokens("greedy"), CONDITIONS["plain"], 1)
 
 
 def test_the_best_of_more_blocks_than_registers_hold(tmp_path):

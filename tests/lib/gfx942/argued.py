@@ -50,6 +50,8 @@ OF_ONE = ENTRY | CHOICE | {
 QKV_ROWS = "run_layers_between > qkv_proj > qkv_rows > normed_rows > run_rows > sync_consumers"
 JOINED = "run_layers_between > run_layer > attention > join_splits > join_many > sync_consumers"
 THREE = "the last rows of the head, run_head and choose have a barrier each ahead of what choose reads: two are enough"
+DRAINED = "run_layers_between > run_layer > join_attention_out > drain_stores"
+LEAVES_WEIGHTS = "what it would leave unfinished on any way (`kept`): weights, and what a wait that expires tells"
 NO_ROW_OF_CACHE = "what it would leave unfinished on any way (`kept`): words that tell of themselves, and hints"
 JOIN = "run_layer > attend > attention > join_kv_task"
 SAME_THREAD = "whoever puts a sum of all lanes has joined it, the same thread: LDS takes a wave's in order"
@@ -120,6 +122,12 @@ OF_CASE = {
         "a wait for lgkmcnt but one in run_layers_between > run_layer > gate_up_proj > gate_up_rows > normed_rows"
         " > run_rows > sync_consumers": NO_ROWS,
         f"a wait for lgkmcnt but one in {QKV_ROWS}": NO_ROWS,
+    },
+    "tails": {
+        f"no wait for vmcnt in {DRAINED}": LEAVES_WEIGHTS,
+        f"a wait for vmcnt but one in {DRAINED}": LEAVES_WEIGHTS,
+        "a wait for vmcnt but one in run_layers_between > take_all > take > take > thread_weights": "it leaves the last"
+        " of the weights behind a layer on its way: whoever multiplies them waits for them",
     },
     "ranks": ENTRY_OF_RANKS | {f"no barrier in {ROWS_OF_HEAD}": NO_ROWS},
     "columns": JOINS | {

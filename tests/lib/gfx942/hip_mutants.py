@@ -85,6 +85,7 @@ REQUESTS = {
     "wide": tuple(WIDE_ASKED),
     "many": tuple(MANY_ASKED),
     "heads": ("long, greedy",),
+    "tails": ("greedy", "sampled"),
     "laneformer": ("greedy", "sampled", "edits", "rules"),
     "ranks": ("greedy", "sampled"),  # of two GPUs
     # Of a kernel of two columns, beside each other: as long as each other, so that one launch runs both.
@@ -139,6 +140,8 @@ def walk(case: str) -> HipWalk | HipColumns:
         return _many_walk()
     if case == "heads":
         return hip_requests.heads_walk()
+    if case == "tails":
+        return hip_requests.tails_walk()
     return hip_requests.split_walk() if case == "split" else hip_requests.walk(NAMES.get(case, case))
 
 
@@ -163,6 +166,7 @@ def _spec(case: str) -> ModelSpec:
         "wide": WIDE,
         "many": MANY,
         "heads": hip_requests.HEADS,
+        "tails": hip_requests.TAILS,
     }
     return own[case] if case in own else CASES[NAMES.get(case, case)].spec
 

@@ -31,6 +31,10 @@ SPLIT_NAMES = ("long prompt", "edits", "sampled")
 # that walks a short context alone has two of its query heads, which two waves share.
 HEADS = plain(1, hidden_size=136, num_heads=18, num_kv_heads=1, head_dim=128)
 HEADS_BLOCKS, HEADS_LENGTHS = 17, {"split_least": 4, "merged_length": 4}
+# Weights of which each stage, as it ends, asks for the first of what follows (include/kog/between.h, kInTail).
+TAILS = plain(2, hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=512)
+TAILS_BLOCKS = 4
+TAILS_NAMES = ("greedy", "sampled", "edits")
 CONDITIONS = {
     "plain": {"memory": Memory(quantum=4000)},
     "adversarial": {"memory": WEAK, "xcc": lambda group: group * 5 % 7},
@@ -64,8 +68,18 @@ def heads_walk() -> HipWalk:
 
 
 @cache
+def tails_walk(includes: tuple[Path, ...] = INCLUDES) -> HipWalk:
+    return HipWalk(TAILS, ArrayWeights(TAILS), TAILS_BLOCKS, includes=includes)
+
+
+@cache
 def split_tokens(name: str = "long prompt") -> list[int]:
     return reference_tokens(SPLIT, ASKED[name])
+
+
+@cache
+def tails_tokens(name: str) -> list[int]:
+    return reference_tokens(TAILS, ASKED[name])
 
 
 def generate(
@@ -92,3 +106,5 @@ def asked() -> Iterator[tuple[str, str, HipWalk, Callable[[], list[int]]]]:
     for name in SPLIT_NAMES:
         yield "split", name, split_walk(), lambda name=name: split_tokens(name)
     yield "heads", "twelve", heads_walk(), lambda: reference_tokens(HEADS, ASKED["twelve"])
+    for name in TAILS_NAMES:
+        yield "tails", name, tails_walk(), lambda name=name: tails_tokens(name)

@@ -23,6 +23,21 @@ KOG_DEVICE NothingBetween taken_between(Block& b, Ring& ring, int layer, const P
   (parts.take(b, ring, layer), ...);
   return {};
 }
+// As a stage ends: nothing of the next, which the ring has.
+template <class, int>
+constexpr int kInTail = 0;
+template <class, int>
+constexpr int kInTailOfWait = 0;
+template <class Taken, class Tail>
+KOG_DEVICE const Taken& with_tail(const Taken& taken, int, const Tail&) { return taken; }
+struct NothingBehind {};
+template <int>
+struct BehindLayer {
+  static constexpr int kCount = 0;
+  KOG_DEVICE void take(Block&, Ring&) {}
+  template <class Weights>
+  KOG_DEVICE void give(Weights&) const {}
+};
 // The next token's first weights, brought near while it is chosen: they are in the ring.
 struct NothingFetched {
   KOG_DEVICE void there() const {}

@@ -20,10 +20,13 @@ KOG_DEVICE void begin_step(Block& b, Walk& walk, const StepOrder& order) {
 
 // What run_step does, where weights are asked for between the looks of waits: the head's, too.
 KOG_DEVICE void run_step_between(Block& b, Walk& walk, const StepOrder& order) {
-  run_layers_between(b, walk);
+  Behind behind;
+  run_layers_between(b, walk, behind);
   if (order.has_head(b)) {
     HeadWeights weights;
-    join_mlp_out(b, walk, taken_between(b, walk.ring, 0, Part<HeadWeights, 0, HeadWeights::kCount>{weights}));
+    behind.give(weights);
+    using Rest = Part<HeadWeights, Behind::kCount, HeadWeights::kCount>;
+    join_mlp_out(b, walk, taken_between(b, walk.ring, 0, Rest{weights}));
     b.layer++;
     run_head(b, walk, b.small->position, weights);
   } else {

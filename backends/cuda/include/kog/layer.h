@@ -66,7 +66,8 @@ KOG_DEVICE void qkv_proj(Block& b, Walk& walk, const Taken& ahead) {
   stamp(b, Point::kQkvProj);
 }
 
-KOG_DEVICE void gate_up_proj(Block& b, Walk& walk, const Ahead<GateUpProj>& ahead) {
+template <class Taken>
+KOG_DEVICE void gate_up_proj(Block& b, Walk& walk, const Taken& ahead) {
   b.begin_stage();
   stage_x<GateUpProj>(b, walk.x, walk.gain);
   gate_up_rows(b, walk, held_operands<GateUpProj>(b), ahead, phase_of(walk.iteration));
@@ -80,7 +81,8 @@ KOG_DEVICE MlpOut mlp_out(Block& b, Walk& walk) {
 }
 
 // Whose inputs are staged. The next stage's gains come with both.
-KOG_DEVICE void o_proj(Block& b, Walk& walk, const Ahead<OProj>& ahead) {
+template <class Taken>
+KOG_DEVICE void o_proj(Block& b, Walk& walk, const Taken& ahead) {
   load_gains(b, 2 * b.layer + 1, walk.gain);
   b.begin_stage();
   module_rows(b, walk, held_operands<OProj>(b), ahead, attention_out(b, walk));
@@ -97,8 +99,11 @@ KOG_DEVICE void join_attention_out(Block& b, Walk& walk, Between between = {}) {
 // To the words of its outputs. In the last layer the threads that send rows release this token's rows of the
 // cache, while they would wait for inputs, behind the barriers of all who append (docs/SYNC.md, Fences).
 using DownWeights = Ahead<DownProj, true>;
-KOG_DEVICE void down_proj(Block& b, Walk& walk, DownWeights& ahead) {
-  auto between = taken_between(b, walk.ring, b.layer, Part<DownWeights, 0, DownWeights::kCount>{ahead});
+constexpr int kDownInTail = kInTailOfWait<GateUpProj, DownWeights::kCount>;
+template <class Tail>
+KOG_DEVICE void down_proj(Block& b, Walk& walk, DownWeights& ahead, Tail& behind) {
+  using Rest = Part<DownWeights, kDownInTail, DownWeights::kCount>;
+  auto between = taken_between(b, walk.ring, b.layer, Rest{ahead});
   b.begin_stage();
   bool sends = b.thread < DownProj::kBatch * DownProj::kUnitRows;
   if (b.layer == kLayers - 1 && sends) release_gpu();  // pairs with acquire_cache
@@ -106,7 +111,7 @@ KOG_DEVICE void down_proj(Block& b, Walk& walk, DownWeights& ahead) {
   stamp(b, Point::kDownProjInput);
   load_gains(b, 2 * b.layer + 2, walk.gain);
   b.begin_stage();
-  module_rows(b, walk, held_operands<DownProj>(b), ahead, mlp_out(b, walk));
+  module_rows(b, walk, held_operands<DownProj>(b), with_tail(ahead, b.layer, behind), mlp_out(b, walk));
   stamp(b, Point::kDownProj);
 }
 
@@ -135,15 +140,17 @@ constexpr int kRoomEarly =
 constexpr int kEarly = kFarAhead && kRoomEarly > 0 ? kRoomEarly : 0;  // of gate_up_proj's
 // Ahead of attention's wait, by those who wait for no head.
 constexpr int kOAtAttention = kLeast<kBehindQkv + kAtAttention, OWeights::kCount>;
+constexpr int kOAttending = kBehindQkv + kInTail<QkvProj, kOAtAttention - kBehindQkv>;  // asked for by all, before
 constexpr int kOfGateUp = kLeast<kBehindQkv + kAtAttention - kOAtAttention,
                                  kEarly + OWeights::kCount - kOAtAttention - kLeastOnWay>;
 constexpr int kGateUpAtAttention = kOfGateUp > 0 ? kLeast<kOfGateUp, kEarly> : 0;
 
-// From the words of q, k and v to those of the layer's outputs.
-KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights) {
+// From the words of q, k and v to those of the layer's outputs. `behind`: what comes first then.
+template <class Tail>
+KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights, Tail& behind) {
   GateUpWeights gate_up_weights;
   b.begin_stage();
-  auto rest = taken_at_attention(b, walk.ring, b.layer, Part<OWeights, kBehindQkv, kOAtAttention>{o_weights},
+  auto rest = taken_at_attention(b, walk.ring, b.layer, Part<OWeights, kOAttending, kOAtAttention>{o_weights},
                                  Part<GateUpWeights, 0, kGateUpAtAttention>{gate_up_weights});
   attention(b, walk.ring, b.small->position, phase_of(walk.iteration));
   stamp(b, Point::kAttention);
@@ -154,13 +161,16 @@ KOG_DEVICE void run_layer(Block& b, Walk& walk, OWeights& o_weights) {
   b.begin_stage();
   stage_attention<OProj>(b, Step::kOProjInput, b.small->position, phase_of(walk.iteration), early);
   stamp(b, Point::kOProjInput);
-  o_proj(b, walk, o_weights);
-  using Late = Part<GateUpWeights, kEarly, GateUpWeights::kCount, kStreams>;
+  constexpr int kLateFrom = kEarly + kInTailOfWait<OProj, GateUpWeights::kCount - kEarly>;
+  Part<GateUpWeights, kEarly, kLateFrom, kStreams> in_tail{gate_up_weights};
+  o_proj(b, walk, with_tail(o_weights, b.layer, in_tail));
+  using Late = Part<GateUpWeights, kLateFrom, GateUpWeights::kCount, kStreams>;
   join_attention_out(b, walk, taken_between(b, walk.ring, b.layer, Late{gate_up_weights}));
-  gate_up_proj(b, walk, gate_up_weights);
-  stamp(b, Point::kGateUpProj);
   DownWeights down_weights;
-  down_proj(b, walk, down_weights);
+  Part<DownWeights, 0, kDownInTail> down_in_tail{down_weights};
+  gate_up_proj(b, walk, with_tail(gate_up_weights, b.layer, down_in_tail));
+  stamp(b, Point::kGateUpProj);
+  down_proj(b, walk, down_weights, behind);
 }
 
 // After a token's last outputs were received, before a barrier: acquires what other blocks have appended to
@@ -175,7 +185,8 @@ KOG_DEVICE void run_layers_in_order(Block& b, Walk& walk) {
   for (b.layer = 0; b.layer < kLayers; b.layer++) {
     qkv_proj(b, walk, NothingAhead());
     OWeights o_weights;
-    run_layer(b, walk, o_weights);
+    NothingBehind behind;
+    run_layer(b, walk, o_weights, behind);
     join_mlp_out(b, walk);
   }
 }
@@ -186,7 +197,8 @@ KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
   qkv_proj(b, walk, NothingAhead());
   while (true) {
     OWeights o_weights;
-    run_layer(b, walk, o_weights);
+    NothingBehind behind;
+    run_layer(b, walk, o_weights, behind);
     if (b.layer == kLayers - 1) break;
     QkvWeights qkv_weights;
     qkv_weights.take(b, walk.ring, b.layer + 1);
@@ -198,14 +210,17 @@ KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
   b.layer++;
 }
 // All layers but for the last one's join, every wait with the weights behind it between its looks. The first layer's are
-// asked for ahead of what is made of the embedding, which comes at the same time.
-KOG_DEVICE void run_layers_between(Block& b, Walk& walk) {
+// asked for ahead of what is made of the embedding, which comes at the same time. `behind`: the head's first ones, then.
+using Behind = BehindLayer<kQkvAhead + kBehindQkv>;
+KOG_DEVICE void run_layers_between(Block& b, Walk& walk, Behind& behind) {
   have_come(walk.gain);  // of the first layer, in no pass of the loop
+  behind.take(b, walk.ring);
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; layer++) {
     QkvWeights qkv_weights;
     OWeights o_weights;
-    auto next = taken_between(b, walk.ring, layer, Part<QkvWeights, 0, kQkvAhead>{qkv_weights},
+    behind.give(qkv_weights);
+    auto next = taken_between(b, walk.ring, layer, Part<QkvWeights, Behind::kCount, kQkvAhead>{qkv_weights},
                               Part<OWeights, 0, kBehindQkv>{o_weights});
     if (layer == 0) {
       next.take_all();
@@ -216,8 +231,9 @@ KOG_DEVICE void run_layers_between(Block& b, Walk& walk) {
       join_mlp_out(b, walk, next);
     }
     b.layer = layer;
-    qkv_proj(b, walk, qkv_weights);
-    run_layer(b, walk, o_weights);
+    Part<OWeights, kBehindQkv, kOAttending> in_tail{o_weights};
+    qkv_proj(b, walk, with_tail(qkv_weights, layer, in_tail));
+    run_layer(b, walk, o_weights, behind);
     have_come(walk.gain);
   }
 }

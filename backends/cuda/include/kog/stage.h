@@ -56,7 +56,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
   Ahead<QkvProj, true> qkv_weights;
   Ahead<OProj> o_weights;
   Ahead<GateUpProj> gate_up_weights;
-  Ahead<DownProj, true> down_weights;
+  DownWeights down_weights;
+  NothingBehind nothing_behind;
   switch (static_cast<StageId>(c.which)) {
     case StageId::kEmbed:
       walk.embedded.load(b, c.token);
@@ -84,7 +85,8 @@ KOG_DEVICE void consume_stage(Block& b, const StageCall& c) {
       gate_up_proj(b, walk, gate_up_weights);
       break;
     case StageId::kDownProj:
-      down_proj(b, walk, down_weights);
+      if constexpr (kDownInTail > 0) down_weights.take<0, kDownInTail, false>(b, walk.ring, b.layer);
+      down_proj(b, walk, down_weights, nothing_behind);
       join_mlp_out(b, walk);
       break;
     case StageId::kMix:

@@ -7,6 +7,7 @@ namespace kog {
 
 // At a wait: 1.5 times what 4.2 TB/s bring in 2 us, of 256 blocks (docs/HIP.md, Budget).
 constexpr int kLeastOnWay = 7;
+constexpr int kLeastLeft = 5;  // 1.2 times, when a look for words is answered
 // Waves that receive no head while their block attends, the first ones (heads.h), and what each takes then, as if all took
 // kLeastOnWay; but no more than spills no register in attention's walk beside x, its gains and the queries.
 constexpr int kFreeWaves = kWaves > (kQueries + 3) / 2 ? kWaves - (kQueries + 3) / 2 : 0;
@@ -22,6 +23,10 @@ struct Part {
   static constexpr int kCount = kLast - kFirst;
   Weights& of;
 
+  // Number n of the part's own, if it has one. n: of a loop that is unrolled.
+  KOG_DEVICE void take_one(Block& b, Ring& ring, int layer, int n) const {
+    if (n >= 0 && n < kCount) of.take_one(b, ring, layer, kFirst + n);
+  }
   // Of the part's own, those of [kFrom, kTo).
   template <int kFrom, int kTo>
   KOG_DEVICE void take(Block& b, Ring& ring, int layer) const {
@@ -64,6 +69,37 @@ template <class First, class Second = NoPart>
 KOG_DEVICE Between<First, Second> taken_between(Block& b, Ring& ring, int layer, First first, Second second = {}) {
   return {b, ring, layer, first, second};
 }
+// As a stage multiplies its last fragments, some of what follows take their registers: so many, of kAll.
+template <class Stage, int kAll>
+constexpr int kInTail = kColumns == 1 && kEven<Stage> && Ahead<Stage>::kLongest <= Stage::kBatch && kAll > 0
+                            ? kLeast<kLeast<kAll, kLeastOnWay>, depth_of<Stage>()>
+                            : 0;
+// The same, with enough left for the wait behind the stage.
+template <class Stage, int kAll>
+constexpr int kInTailOfWait = kInTail<Stage, kAll - kLeastLeft>;
+// The first fragments behind a layer, the next one's or the head's, of which every block has as many. kAll: that are taken
+// ahead there.
+template <int kAll>
+struct BehindLayer {
+  template <class Stage>
+  static constexpr int kSure = Stage::kUnits / Stage::kGroup * Stage::kUnitFragments;
+  static constexpr int kCount = kLeast<kInTailOfWait<DownProj, kLeast<kAll, HeadWeights::kCount>>,
+                                       kLeast<kSure<QkvProj>, kSure<LmHead>>>;
+  uint4 w[kCount > 0 ? kCount : 1];
+
+  KOG_DEVICE void take(Block& b, Ring& ring) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) take_one(b, ring, 0, i);
+  }
+  KOG_DEVICE void take_one(Block& b, Ring& ring, int, int n) {
+    if (n >= 0 && n < kCount) w[n] = ring.take(b, thread_weights<QkvProj::kFragmentRows>(b));
+  }
+  template <class Weights>
+  KOG_DEVICE void give(Weights& to) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) to.w[i] = w[i];
+  }
+};
 // The next token's first weights, brought near while it is chosen (docs/HIP.md, Weights): of every line of 128 bytes a
 // thread loads one word, those of waves that wait for no candidate where there are some. Registers are for none of them.
 constexpr int kLineBytes = 128;

@@ -66,7 +66,50 @@ struct Ahead {
     for (int i = kFirst; i < kLast; i++)
       w[i] = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(group_index, layer) ? ring.take(b, from) : uint4{};
   }
+  KOG_DEVICE void take_one(Block& b, Ring& ring, int layer, int i) {
+    int group_index = Stage::kId == LmHead::kId ? b.block % LmHead::kGroup : b.group_index;
+    bool there = i < kSure * Stage::kUnitFragments || i < fragments_of<Stage>(group_index, layer);
+    w[i] = there ? ring.take(b, thread_weights<Stage::kFragmentRows>(b)) : uint4{};
+  }
 };
+
+// What a stage has taken ahead, and what of the next one it asks for at its end.
+template <class Taken, class Tail>
+struct WithTail {
+  static constexpr int kCount = Taken::kCount, kUnits = Taken::kUnits, kSure = Taken::kSure;
+  const uint4 (&w)[kCount];
+  int layer;
+  Tail& tail;
+};
+template <class Taken, class Tail>
+KOG_DEVICE WithTail<Taken, Tail> with_tail(const Taken& taken, int layer, Tail& tail) {
+  return {taken.w, layer, tail};
+}
+struct NothingBehind {};
+template <class Taken>
+KOG_DEVICE const Taken& with_tail(const Taken& taken, int, NothingBehind&) {
+  return taken;
+}
+// What takes the place of fragment i of a stage's last ones: number i - kFirst of the tail, where it has one.
+struct NoTail {
+  KOG_DEVICE void operator()(int) const {}
+};
+template <int kFirst, class Taken>
+KOG_DEVICE NoTail tail_of(const Taken&, Block&, Ring&) {
+  return {};
+}
+template <int kFirst, class Tail>
+struct TailFrom {
+  Block& b;
+  Ring& ring;
+  int layer;
+  Tail& tail;
+  KOG_DEVICE void operator()(int i) const { tail.take_one(b, ring, layer, i - kFirst); }
+};
+template <int kFirst, class Taken, class Tail>
+KOG_DEVICE TailFrom<kFirst, Tail> tail_of(const WithTail<Taken, Tail>& taken, Block& b, Ring& ring) {
+  return {b, ring, taken.layer, taken.tail};
+}
 struct NothingAhead {
   static constexpr int kCount = 0, kUnits = 0, kSure = 0;
 };
@@ -86,15 +129,16 @@ struct Stream {
   int first = 0;  // step of the unit with which a round begins, where a unit is several
 
   // kCount fragments: more(i) whether one is asked for in the place of fragment i, ended(i) whether there is no unit that
-  // begins with it.
-  template <int kCount, class More, class Ended>
-  KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, More more, Ended ended) {
+  // begins with it; tail(i) asks for what is not the stage's.
+  template <int kCount, class More, class Ended, class Tail = NoTail>
+  KOG_DEVICE void multiply(Block& b, Ring& ring, const Operands<Stage>& x, More more, Ended ended, Tail tail = {}) {
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
       if (i % kUnit == 0 && i > 0 && ended(i)) break;
       int step = kUnit <= kRound ? i % kUnit : first + i;
       multiply_fragment<Stage>(w[i % kDepth], x.at(step), c);
       if (more(i)) w[i % kDepth] = ring.take(b, from);
+      tail(i);
       bool ends = kUnit <= kRound ? i % kUnit == kUnit - 1 : i == kDepth - 1 && first + kDepth == kUnit;
       if (ends) {
         put_sums<Stage>(b, c, to);
@@ -136,9 +180,10 @@ KOG_DEVICE void multiply(Block& b, Ring& ring, int units, const Operands<Stage>&
     begin(all);
 #pragma unroll 1
     for (int round = 0; round < kRounds; round++) stream.template multiply<kRound>(b, ring, x, all, none);
-    constexpr int kTail = kLast < kRound ? kLast : kRound;
-    stream.template multiply<kTail>(b, ring, x, [](int i) { return i + kDepth < kLast; }, none);
-    if constexpr (kTail < kLast) stream.template multiply<kLast - kTail>(b, ring, x, none, none);
+    constexpr int kTail = kLast < kRound ? kLast : kRound, kFree = kLast - kDepth;  // from there on none is behind
+    stream.template multiply<kTail>(b, ring, x, [](int i) { return i < kFree; }, none, tail_of<kFree>(taken, b, ring));
+    if constexpr (kTail < kLast)
+      stream.template multiply<kLast - kTail>(b, ring, x, none, none, tail_of<kFree - kTail>(taken, b, ring));
   } else {
     // of_wave: else both ways out of the loop become one, whose count nobody knows, and w is memory with an index.
     auto more = [&](int i) { return stream.done + i + kDepth < count; };
