@@ -31,7 +31,7 @@ constexpr int kInTailOfWait = 0;
 template <class Taken, class Tail>
 KOG_DEVICE const Taken& with_tail(const Taken& taken, int, const Tail&) { return taken; }
 struct NothingBehind {};
-template <int>
+template <int, int>
 struct BehindLayer {
   static constexpr int kCount = 0;
   KOG_DEVICE void take(Block&, Ring&) {}

@@ -211,7 +211,7 @@ KOG_DEVICE void run_layers_ahead(Block& b, Walk& walk) {
 }
 // All layers but for the last one's join, every wait with the weights behind it between its looks. The first layer's are
 // asked for ahead of what is made of the embedding, which comes at the same time. `behind`: the head's first ones, then.
-using Behind = BehindLayer<kQkvAhead + kBehindQkv>;
+using Behind = BehindLayer<kQkvAhead, kBehindQkv>;
 KOG_DEVICE void run_layers_between(Block& b, Walk& walk, Behind& behind) {
   have_come(walk.gain);  // of the first layer, in no pass of the loop
   behind.take(b, walk.ring);

@@ -77,14 +77,14 @@ constexpr int kInTail = kColumns == 1 && kEven<Stage> && Ahead<Stage>::kLongest 
 // The same, with enough left for the wait behind the stage.
 template <class Stage, int kAll>
 constexpr int kInTailOfWait = kInTail<Stage, kAll - kLeastLeft>;
-// The first fragments behind a layer, the next one's or the head's, of which every block has as many. kAll: that are taken
-// ahead there.
-template <int kAll>
+// The first fragments behind a layer, the next one's or the head's: as many as every block has of either. Taken ahead there
+// are kQkv of qkv_proj and kMore.
+template <int kQkv, int kMore>
 struct BehindLayer {
   template <class Stage>
   static constexpr int kSure = Stage::kUnits / Stage::kGroup * Stage::kUnitFragments;
-  static constexpr int kCount = kLeast<kInTailOfWait<DownProj, kLeast<kAll, HeadWeights::kCount>>,
-                                       kLeast<kSure<QkvProj>, kSure<LmHead>>>;
+  static constexpr int kCount = kLeast<kInTailOfWait<DownProj, kLeast<kQkv + kMore, HeadWeights::kCount>>,
+                                       kLeast<kLeast<kQkv, kSure<QkvProj>>, kSure<LmHead>>>;
   uint4 w[kCount > 0 ? kCount : 1];
 
   KOG_DEVICE void take(Block& b, Ring& ring) {
