@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from kog_triton.backends import compiler_threads
+
 log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 
@@ -16,18 +18,27 @@ class CompiledBeside(Generic[K]):
     compile  puts a kernel where its launch finds it; any error says that it cannot
     name     of a kernel, for the log
     without  what requests do where it is not there, for the log
+    inside   whether it is compiled inside this process, whose end has to wait for that then (compiler_threads.py)
     """
 
     def __init__(
-        self, compile: Callable[[K], object], name: Callable[[K], str], without: str = "requests take turns"
+        self,
+        compile: Callable[[K], object],
+        name: Callable[[K], str],
+        without: str = "requests take turns",
+        inside: bool = False,
     ) -> None:
-        self._compile, self._name, self._without = compile, name, without
+        self._compile, self._name, self._without, self._inside = compile, name, without, inside
         self._threads: dict[K, threading.Thread] = {}
         self._failed: set[K] = set()
 
     def begin(self, key: K) -> None:
         """Unless it has begun."""
-        if key not in self._threads:
+        if key in self._threads:
+            return
+        if self._inside:
+            self._threads[key] = compiler_threads.start(self._run, (key,))
+        else:
             self._threads[key] = threading.Thread(target=self._run, args=(key,), daemon=True)
             self._threads[key].start()
 

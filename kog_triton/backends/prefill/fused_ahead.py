@@ -1,13 +1,14 @@
 """What Triton compiles for passes, begun at the opening in a thread: a model's first prompt, or its graphs, would wait
 for it otherwise, behind the kernels of CUDA (benchmarks/cuda-log.md#early)."""
 
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+
+from kog_triton.backends import compiler_threads
 
 Tensor = torch.Tensor
 FUSED = "kog_triton.backends.prefill.fused"
@@ -47,8 +48,7 @@ class FusedAhead:
 
     def __init__(self, arguments: Arguments, device: torch.device) -> None:
         bare = Arguments(*map(_without_memory, arguments))
-        self._thread = threading.Thread(target=_compile, args=(bare, device), daemon=True)
-        self._thread.start()
+        self._thread = compiler_threads.start(_compile, (bare, device))
 
     def wait(self) -> None:
         self._thread.join()

@@ -41,7 +41,7 @@ class SharedSteps:
     def __init__(self, most: int, compile: Callable[[Key], object] | None) -> None:
         self.most, self._never = most, compile is None
         self._kernels: CompiledBeside[Key] = CompiledBeside(
-            compile or (lambda key: None), lambda key: kernel_name(*key)
+            compile or (lambda key: None), lambda key: kernel_name(*key), inside=True
         )
 
     def ready(self, requests: int, rules: bool) -> int:

@@ -1,0 +1,31 @@
+"""Threads in a compiler of this process, as Triton's is: one that comes back to a Python which has ended aborts the
+process (Python before 3.14 unwinds it through the compiler's C++).
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
+NAME = "kog-in-compiler"
+
+
+def start(compile: Callable[..., object], arguments: Sequence[Any]) -> threading.Thread:
+    """A thread that compiles, for which Python's end waits. A command does not: it leaves (cli/command.py)."""
+    thread = threading.Thread(target=compile, args=tuple(arguments), name=NAME, daemon=True)
+    thread.start()
+    return thread
+
+
+def running() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+@atexit.register
+def _wait() -> None:
+    if threads := running():
+        log.warning("a kernel is still compiled: Python ends behind it, and the next start finds it")
+    for thread in threads:
+        thread.join()
