@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import kog_triton.backends.compiler_threads  # noqa: F401  whose wait comes behind the end of engines, begun later
 from kog_triton.backends import Backend, Unready
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
 from kog_triton.claim import WAITS, Claim

@@ -31,9 +31,7 @@ def end_process(main: Callable[[], int]) -> NoReturn:
     _replace_handler(signal.default_int_handler, _leave)
     threads = sys.modules.get("kog_triton.backends.compiler_threads")  # nothing heavy is imported here
     if threads is not None and threads.running():
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(code)  # for what is compiled nobody waits any more
+        threads.leave(code)  # for what is compiled nobody waits any more
     sys.exit(code)
 
 

@@ -35,10 +35,11 @@ from tests.lib.gfx942.hip_requests import (
     wrong,
 )
 from tests.lib.gfx942.places import chains
-from tests.lib.gfx942.requests import ENDS, TOKENS, Asked, expected, reference_tokens
+from tests.lib.gfx942.requests import ASKED, ENDS, TOKENS, Asked, expected, reference_tokens
 from tests.lib.gfx942.triton_cases import ALL, CASES
 from tests.lib.lowering_cases import ArrayWeights
 from tests.lib.slow import some_always
+from tests.lib.triton_cases import plain
 
 
 @pytest.mark.parametrize("conditions", CONDITIONS.values(), ids=CONDITIONS)
@@ -58,6 +59,18 @@ def test_a_context_that_is_split(conditions):
 @pytest.mark.parametrize("name", some_always(TAILS_NAMES, "greedy"))
 def test_weights_that_are_asked_for_as_the_stage_before_ends(name, conditions):
     assert generate(tails_walk(), name, conditions) == (tails_tokens(name), FINISHED)
+
+
+# Blocks have two units of qkv_proj or three, of which the fragments of two are taken ahead.
+UNEVEN = plain(1, hidden_size=3072, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_no_weight_of_o_proj_comes_ahead_of_qkv_projs():
+    """Until 2026-12-01 four did, in the place of others: of Qwen3-14B on two GPUs, too."""
+    one, asked = HipWalk(UNEVEN, ArrayWeights(UNEVEN), 6), ASKED["greedy"]
+    one.conditions = {"steps": MOST_STEPS} | CONDITIONS["plain"]
+    made = one.generate(list(asked.prompt), 3, asked.params)
+    assert made == (reference_tokens(UNEVEN, asked)[:3], FINISHED)
 
 
 def test_each_stage_asks_for_what_follows():

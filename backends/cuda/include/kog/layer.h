@@ -127,12 +127,12 @@ KOG_DEVICE void join_mlp_out(Block& b, Walk& walk, Between between = {}) {
 using QkvWeights = Ahead<QkvProj, true>;
 using OWeights = Ahead<OProj>;
 using GateUpWeights = Ahead<GateUpProj>;
-// Weights are taken in the order of the walk, as many as there are registers for. Behind qkv_proj's come o_proj's, up to
-// twice kLeastOnWay: a piece for each of two looks; then, while some blocks attend, the others of o_proj's and
-// gate_up_proj's, of which kLeastOnWay are left for the wait behind o_proj.
+// Weights are taken in the order of the walk, as many as there are registers for. Behind qkv_proj's, if they are all, come
+// o_proj's, up to twice kLeastOnWay: a piece for each of two looks; then, while some blocks attend, the others of o_proj's
+// and gate_up_proj's, of which kLeastOnWay are left for o_proj's end and the wait behind it.
 constexpr int kQkvAhead = QkvWeights::kCount;
 constexpr bool kFarAhead = kStreams && OWeights::kWhole;
-constexpr int kBehindQkv = kFarAhead && kQkvAhead > 0 && kQkvAhead < 2 * kLeastOnWay
+constexpr int kBehindQkv = kFarAhead && QkvWeights::kWhole && kQkvAhead > 0 && kQkvAhead < 2 * kLeastOnWay
                                ? kLeast<2 * kLeastOnWay - kQkvAhead, OWeights::kCount>
                                : 0;
 constexpr int kRoomEarly =
