@@ -97,12 +97,12 @@ def test_who_compiles_inside_the_process_says_so(monkeypatch):
 
     monkeypatch.setattr(fused_ahead, "_compile", compile)
     bare = fused_ahead.Arguments(*[None] * len(fused_ahead.Arguments._fields))
-    steps, before = SharedSteps(2, compile), len(compiler_threads.running())
+    steps, before = SharedSteps(2, compile), set(compiler_threads.running())
     assert steps.ready(2, False) == 1
     ahead = fused_ahead.FusedAhead(bare, torch.device("cpu"))
     assert all(begun.acquire(timeout=30) for _ in range(2))
-    assert len(compiler_threads.running()) == before + 2
+    assert len(set(compiler_threads.running()) - before) == 2
     go.set()
     ahead.wait()
     steps.settle()
-    assert len(compiler_threads.running()) == before
+    assert set(compiler_threads.running()) <= before
