@@ -19,8 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import kog_triton.backends.compiler_threads  # noqa: F401  whose wait comes behind the end of engines, begun later
-from kog_triton.backends import Backend, Unready
+from kog_triton.backends import Backend, Unready, compiler_threads
 from kog_triton.backends.mailbox import Failure, Mailbox, MaskHook, Request
 from kog_triton.claim import WAITS, Claim
 from kog_triton.errors import RequestError, RunError, TooLong, shown
@@ -76,10 +75,13 @@ _open_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 @atexit.register
-def _close_open_engines() -> None:
-    """A thread that is inside a backend when Python ends would abort the process."""
+def _end() -> None:
+    """A thread that is inside a backend or a compiler when Python ends would abort the process. Engines are closed
+    first: an open one may begin to compile.
+    """
     for engine in list(_open_engines):
         engine.close()
+    compiler_threads.wait()
 
 
 def _leave_to_parent() -> None:

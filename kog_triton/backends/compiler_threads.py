@@ -2,7 +2,6 @@
 process (Python before 3.14 unwinds it through the compiler's C++).
 """
 
-import atexit
 import logging
 import os
 import signal
@@ -17,7 +16,7 @@ NAME = "kog-in-compiler"
 
 
 def start(compile: Callable[..., object], arguments: Sequence[Any]) -> threading.Thread:
-    """A thread that compiles, for which Python's end waits. A command does not: it leaves (cli/command.py)."""
+    """A thread that compiles. A script's end waits for it (engine.py), a command leaves it (cli/command.py)."""
     thread = threading.Thread(target=compile, args=tuple(arguments), name=NAME, daemon=True)
     thread.start()
     return thread
@@ -35,12 +34,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-@atexit.register
-def _wait() -> None:
+def wait() -> None:
+    """Until none runs. Ctrl-C ends the process at once."""
     if running():
         log.warning("a kernel is still compiled: Python ends behind it, and the next start finds it; Ctrl-C leaves it")
     try:
-        while threads := running():  # what is open may begin another
-            threads[0].join()
+        for thread in running():
+            thread.join()
     except KeyboardInterrupt:
         leave(128 + signal.SIGINT)

@@ -17,6 +17,7 @@ from kog_triton.backends.triton.host.shared_steps import SharedSteps
 BESIDE = """
 import time
 from pathlib import Path
+import kog_triton.engine
 from kog_triton.backends.compiled_beside import CompiledBeside
 from kog_triton.cli.command import end_process, run
 
@@ -61,9 +62,10 @@ def test_pythons_end_waits_for_what_is_compiled_inside_the_process(ends):
     assert err == SAID
 
 
-def test_it_waits_for_what_is_begun_meanwhile(ends):
-    later = "import threading; threading.Timer(0.5, begin, (1.5, True)).start(); begin(1, True)"
-    assert ends(later) == (0, "", SAID, True)
+def test_engines_are_closed_before_that(ends):
+    """What they begin until then is waited for."""
+    opened = "class Engine:\n    def close(self):\n        begin(1, True)\n"
+    assert ends(f"{opened}engine = Engine(); kog_triton.engine._open_engines.add(engine)") == (0, "", SAID, True)
 
 
 def test_ctrl_c_ends_the_wait_and_the_process(ends):

@@ -392,7 +392,7 @@ def test_a_forked_process_ends_whoever_held_the_engine_s_lock(narrow):
     with forked_while_locked(narrow) as pid:
         if pid == 0:
             signal.alarm(5)
-            engine._close_open_engines()  # as at its exit
+            engine._end()  # as at its exit
             os._exit(0)
 
 
