@@ -94,7 +94,7 @@ def test_a_flood_is_refused_and_who_was_taken_is_served(guarded, figure):
 
 
 def test_the_time_in_line_is_counted_and_told(guarded):
-    """One slot: whoever comes second waits for all of the first."""
+    """One slot: whoever comes second, up to half of the first's second late, waits for the rest of it."""
 
     def metric(name):
         lines = guarded.get("/metrics", **key(0)).text.splitlines()
@@ -103,7 +103,7 @@ def test_the_time_in_line_is_counted_and_told(guarded):
     histograms = ("request_queue_time", "request_prefill_time", "request_decode_time")
     whole = (*histograms, "time_to_first_token", "e2e_request_latency")
     before = [[metric(f"{name}_seconds_{of}") for of in ("count", "sum")] for name in whole]
-    prompt = guarded.play("waited", "x" * 20, tokens_per_s=40)
+    prompt = guarded.play("waited", "x" * 20, tokens_per_s=20)
     body = {"messages": [{"role": "user", "content": prompt}]}
 
     def timings(_):
@@ -112,7 +112,7 @@ def test_the_time_in_line_is_counted_and_told(guarded):
     with ThreadPoolExecutor(2) as pool:
         first, second = sorted(pool.map(timings, range(2)), key=lambda found: found["queue_ms"])
     after = [[metric(f"{name}_seconds_{of}") for of in ("count", "sum")] for name in whole]
-    assert first["queue_ms"] < 450 <= second["queue_ms"]
+    assert first["queue_ms"] < 450 < second["queue_ms"]
     for found in (first, second):
         rate = 1e3 * found["prompt_n"] / found["prompt_ms"]
         assert found["prompt_per_second"] == pytest.approx(rate, rel=0.01)
