@@ -36,9 +36,11 @@ def leave(code: int) -> NoReturn:
 
 def wait() -> None:
     """Until none runs. Ctrl-C ends the process at once."""
-    if running():
-        log.warning("a kernel is still compiled: Python ends behind it, and the next start finds it; Ctrl-C leaves it")
     try:
+        if running():
+            log.warning(
+                "a kernel is still compiled: Python ends behind it, and the next start finds it; Ctrl-C leaves it"
+            )
         for thread in running():
             thread.join()
     except KeyboardInterrupt:
